@@ -1,0 +1,65 @@
+"""Files are written whole or not at all: under a temporary name, synced, then renamed."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+@contextmanager
+def atomic_file(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
+    """Gives a temporary path in the same folder; what is written there becomes `path` when the block ends well.
+
+    Raises:
+        FileExistsError: `path` exists and `overwrite` was not asked for.
+    """
+    path = Path(path)
+    if path.exists() and not overwrite:
+        raise FileExistsError(f"{path} exists already and is not overwritten unasked")
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
+    os.close(descriptor)
+    temporary = Path(name)
+    try:
+        yield temporary
+        # A temporary file is private to its owner; the result gets the permissions that any new file would have.
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes the rename itself durable, where the system lets a folder be opened (Windows does not)."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_state(
+    path: str | Path, state: Mapping[str, Tensor], metadata: Mapping[str, str], overwrite: bool = False
+) -> None:
+    """Writes a safetensors file atomically. Tensors may be on any device."""
+    with atomic_file(path, overwrite) as temporary:
+        save_file({key: tensor.detach().cpu() for key, tensor in state.items()}, temporary, dict(metadata))
+
+
+def read_state(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and header metadata of a safetensors file, on the CPU."""
+    with safe_open(path, framework="pt") as file:
+        # A safetensors file is no mapping: it has keys() and no iterator.
+        return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
