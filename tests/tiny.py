@@ -1,0 +1,136 @@
+"""Tiny models of both families, with random weights, and their twins in diffusers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from graft_lora.trainer.families import FAMILIES, Transformer
+from graft_lora.trainer.families.ideogram4 import IMAGE_POSITION, Ideogram4Config, from_tokens, to_tokens
+from graft_lora.trainer.families.krea2 import Krea2Config, patchify, unpatchify
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+NAMES = ("krea2", "ideogram4")
+CONFIGS = {
+    "krea2": Krea2Config(
+        width=256, heads=2, kv_heads=1, mlp=256, blocks=2, text_width=40, text_layers=3,
+        text_heads=2, text_kv_heads=2, text_mlp=64,
+    ),
+    "ideogram4": Ideogram4Config(width=256, heads=2, mlp=320, layers=2, time_width=64, text_features=96),
+}  # fmt: skip
+WIDTHS = {"krea2": 120, "ideogram4": 96}
+# Not square: rows and columns taken for one another would show.
+LATENTS = {"krea2": (16, 6, 10), "ideogram4": (128, 3, 5)}
+
+
+def build(name: str, seed: int = 0) -> Transformer:
+    """A model whose every parameter is random, norms and tables too, so that none can be left out unnoticed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = FAMILIES[name].build(CONFIGS[name])
+        for parameter_name, parameter in model.named_parameters():
+            std = 1 / parameter.shape[1] ** 0.5 if parameter.ndim == 2 else 0.2
+            nn.init.normal_(parameter, std=std)
+            if parameter.ndim == 1 and "norm" in parameter_name and parameter_name.endswith("weight"):
+                parameter.data += 1
+    return model
+
+
+def write(model: nn.Module, path: Path, dtype: torch.dtype = torch.float32, prefix: str = "") -> Path:
+    """The model as an official file."""
+    save_file({prefix + k: v.detach().to(dtype).contiguous() for k, v in model.state_dict().items()}, path)
+    return path
+
+
+def inputs(name: str, batch: int = 2, tokens: int = 7, seed: int = 1) -> dict[str, Tensor]:
+    """Arguments of a forward pass with unequal text lengths. Sigmas are exact in bf16."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.ones(batch, tokens, dtype=torch.bool)
+    if batch > 1:
+        mask[1, tokens - 3 :] = False
+    conditioning = torch.randn(batch, tokens, WIDTHS[name], generator=generator) * mask[..., None]
+    return {
+        "latents": torch.randn(batch, *LATENTS[name], generator=generator),
+        "sigma_B": torch.tensor([0.25, 0.75][:batch]),
+        "conditioning": conditioning,
+        "mask_BT": mask,
+    }
+
+
+def diffusers_twin(name: str, model: nn.Module, config: Any = None) -> nn.Module:
+    """diffusers' transformer with the same weights, mapped by name."""
+    import diffusers
+
+    c = config or CONFIGS[name]
+    if name == "krea2":
+        twin = diffusers.Krea2Transformer2DModel(
+            num_layers=c.blocks, num_attention_heads=c.heads, attention_head_dim=c.head_width,
+            num_key_value_heads=c.kv_heads, intermediate_size=c.mlp, text_hidden_dim=c.text_width,
+            num_text_layers=c.text_layers, text_num_attention_heads=c.text_heads,
+            text_num_key_value_heads=c.text_kv_heads, text_intermediate_size=c.text_mlp,
+        )  # fmt: skip
+    else:
+        twin = diffusers.Ideogram4Transformer2DModel(
+            num_layers=c.layers, attention_head_dim=c.head_width, num_attention_heads=c.heads,
+            intermediate_size=c.mlp, adaln_dim=c.time_width, llm_features_dim=c.text_features,
+        )  # fmt: skip
+    own = dict(model.named_parameters())
+    used = set()
+    with torch.no_grad():
+        for twin_name, parameter in twin.named_parameters():
+            official, member = FAMILIES[name].official_name(twin_name)
+            used.add(official)
+            value = own[official] if member is None else own[official].chunk(3)[member]
+            parameter.copy_(value.reshape(parameter.shape))
+    assert used == set(own), f"left out: {set(own) - used}"
+    return twin
+
+
+def diffusers_velocity(
+    name: str,
+    twin: nn.Module,
+    latents: Tensor,
+    sigma_B: Tensor,
+    conditioning: Tensor,
+    mask_BT: Tensor | None,
+    config: Any = None,
+) -> Tensor:
+    """diffusers' forward in Graft's convention: its packing, positions, indicators and sign, written out here."""
+    batch, texts = conditioning.shape[:2]
+    dtype = next(twin.parameters()).dtype
+    if mask_BT is None:
+        mask_BT = torch.ones(batch, texts, dtype=torch.bool)
+    rows, columns = (side // 2 if name == "krea2" else side for side in latents.shape[-2:])
+    grid = torch.stack(
+        [
+            torch.zeros(rows * columns, dtype=torch.long),
+            torch.arange(rows).repeat_interleave(columns),
+            torch.arange(columns).repeat(rows),
+        ],
+        dim=1,
+    )
+    if name == "krea2":
+        ids = torch.cat([torch.zeros(texts, 3, dtype=torch.long), grid]).float()
+        stacked = conditioning.unflatten(-1, ((config or CONFIGS[name]).text_layers, -1))
+        out = twin(patchify(latents).to(dtype), stacked.to(dtype), sigma_B.to(dtype), ids, mask_BT).sample
+        return unpatchify(out, rows, columns)
+    length = texts + rows * columns
+    tokens = torch.zeros(batch, length, latents.shape[1], dtype=dtype)
+    tokens[:, texts:] = to_tokens(latents).to(dtype)
+    features = torch.zeros(batch, length, conditioning.shape[-1], dtype=dtype)
+    features[:, :texts] = conditioning.to(dtype)
+    text_ids = torch.arange(texts)[:, None].expand(texts, 3)
+    ids = torch.cat([text_ids, grid + IMAGE_POSITION]).expand(batch, -1, -1)
+    segments = torch.ones(batch, length, dtype=torch.long)
+    indicator = torch.full((batch, length), 2)
+    indicator[:, :texts] = torch.where(mask_BT, 3, 0)
+    segments[:, :texts] = torch.where(mask_BT, 1, -1)
+    out = twin(tokens, (1 - sigma_B).to(dtype), features, ids, segments, indicator).sample
+    return -from_tokens(out[:, texts:], rows, columns)
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    """|found - wanted| / |wanted| in fp64."""
+    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()

@@ -1,0 +1,1 @@
+"""The training engine: no ComfyUI, no user interface."""
