@@ -1,0 +1,113 @@
+"""Loading a base: file → transformer, frozen at the chosen precision, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .checkpoints import ModelFile, open_model_file
+from .errors import SettingsError
+from .families import Family, Transformer
+from .quantization import FORMATS, PRECISIONS, Dense, Format, FrozenLinear, format_of, replace_linears
+
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Base:
+    """A loaded base: nothing of it requires a gradient.
+
+    Attributes:
+        model: the transformer.
+        family: what it is.
+        source: the file that it came from.
+        precision: the mode that was asked for.
+        notes: what the user should know of the loading, one sentence each.
+    """
+
+    model: Transformer
+    family: Family
+    source: Path
+    precision: str
+    notes: tuple[str, ...]
+
+
+def compute_dtype_of(name: str) -> torch.dtype:
+    if name not in COMPUTE_DTYPES:
+        raise SettingsError(f"compute dtype {name!r} is not known; choose one of {', '.join(COMPUTE_DTYPES)}")
+    return COMPUTE_DTYPES[name]
+
+
+def dense_format(precision: str) -> Format:
+    """How weights that are not quantised are stored: fp32 where that was asked for, else bf16."""
+    return FORMATS["fp32" if precision == "fp32" else "bf16"]
+
+
+def choose_format(family: Family, precision: str, name: str, shape: tuple[int, ...]) -> Format:
+    """The format of one Linear: the mode's, unless the family never quantises it or its size does not allow it."""
+    format = format_of(precision)
+    if re.fullmatch(family.never_quantised, name):
+        return dense_format(precision)
+    if precision == "nf4" and shape[0] * shape[1] % FORMATS["nf4"].block:  # type: ignore[attr-defined]
+        return dense_format(precision)
+    return format
+
+
+def load_base(
+    path: str | Path | ModelFile,
+    precision: str = "bf16",
+    compute_dtype: str = "bf16",
+    device: torch.device | str = "cpu",
+) -> Base:
+    """Reads a model file into a frozen transformer.
+
+    Args:
+        path: the file, or what `open_model_file` made of it.
+        precision: one of `PRECISIONS`: how the Linears of the blocks are stored. Norms and modulation tables are kept
+            in fp32, the few Linears that the family never quantises in bf16 (or fp32).
+        compute_dtype: `bf16` or `fp32`, the dtype of activations.
+        device: where the weights go, each as soon as it is read, quantised there.
+
+    Raises:
+        CheckpointError: the file cannot be read as a base.
+        SettingsError: an unknown precision or dtype.
+    """
+    format_of(precision)
+    dtype = compute_dtype_of(compute_dtype)
+    file = path if isinstance(path, ModelFile) else open_model_file(path)
+    family = file.family
+    with torch.inference_mode(False), torch.no_grad():
+        with torch.device("meta"):
+            model = family.build(file.config)
+        replace_linears(model, lambda name, linear: FrozenLinear.like(linear))
+        counts: Counter[str] = Counter()
+        for name, tensor in file.tensors():
+            owner_name, _, leaf = name.rpartition(".")
+            owner = model.get_submodule(owner_name)
+            if not isinstance(owner, FrozenLinear):
+                value = tensor.to(device, torch.float32)
+                setattr(owner, leaf, nn.Parameter(value, requires_grad=False))
+            elif leaf == "bias":
+                owner.store_bias(tensor, _dense_dtype(precision), device)
+            else:
+                format = choose_format(family, precision, owner_name, tuple(tensor.shape))
+                owner.store(tensor, format, device)
+                counts[format.name] += 1
+    model.compute_dtype = dtype
+    stored = ", ".join(f"{count} Linears in {name}" for name, count in counts.most_common())
+    notes = (*file.notes, f"{family.title}: {stored}; norms in fp32; computing in {compute_dtype}")
+    return Base(model.eval(), family, file.path, precision, notes)
+
+
+def _dense_dtype(precision: str) -> torch.dtype:
+    format = dense_format(precision)
+    assert isinstance(format, Dense)
+    return format.dtype
+
+
+__all__ = ["COMPUTE_DTYPES", "PRECISIONS", "Base", "choose_format", "compute_dtype_of", "load_base"]

@@ -1,0 +1,322 @@
+"""Reads model files: any known way of storing a base → official names, scales applied, one tensor at a time.
+
+Understood: safetensors in bf16, fp16, fp32; ComfyUI's fp8 (`weight_scale` per tensor or per row, marked by
+`comfy_quant` tensors or `_quantization_metadata` in the header, or the older `scaled_fp8` with `scale_weight`); plain
+fp8 casts, which have no scales; the prefixes `model.diffusion_model.` and `diffusion_model.`; diffusers' names, q, k
+and v split or not.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from .errors import (
+    CheckpointError,
+    MisshapedKeysError,
+    MissingKeysError,
+    NotAModelFileError,
+    PickleFileError,
+    TruncatedFileError,
+    UnexpectedKeysError,
+    UnreadableFormatError,
+    WrongModelError,
+    some,
+)
+from .families import FAMILIES, Family
+
+PREFIXES = ("model.diffusion_model.", "diffusion_model.")
+# The other parts of an all-in-one checkpoint, left aside with a word.
+COMPANIONS = ("vae.", "first_stage_model.", "text_encoders.", "cond_stage_model.", "conditioner.")
+WEIGHT_SCALES = ("weight_scale", "scale_weight")
+# Scales of activations: they calibrate 8-bit inference and do not belong to the weight.
+ACTIVATION_SCALES = ("input_scale", "scale_input")
+FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+DENSE = {"BF16", "F16", "F32"}
+
+MAX_HEADER = 100_000_000  # bytes, the limit of safetensors itself
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stored tensor and the key of its scale, if it has one."""
+
+    key: str
+    scale_key: str | None = None
+
+
+@dataclass
+class ModelFile:
+    """A base's file, checked: every parameter of the family is there, with the right shape and its scale.
+
+    Attributes:
+        path: the file.
+        family: detected from the keys.
+        config: the transformer's sizes, read from the shapes.
+        parts: official name → the stored tensors that make it up, in row order (three for a split qkv).
+        shapes: official name → shape.
+        notes: what was left aside, one sentence each, for the user to read.
+    """
+
+    path: Path
+    family: Family
+    config: Any
+    parts: dict[str, tuple[Part, ...]]
+    shapes: dict[str, Shape]
+    notes: list[str] = field(default_factory=list)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields (official name, tensor) one at a time; scaled weights in fp32, others as stored, all on the CPU."""
+        with safe_open(self.path, framework="pt") as file:
+            for name, parts in self.parts.items():
+                pieces = [_scaled(file, part) for part in parts]
+                tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+                # diffusers folds Krea 2's modulation tables to (6, D): the same numbers in the same order.
+                yield name, tensor.reshape(self.shapes[name])
+
+
+def open_model_file(path: str | Path) -> ModelFile:
+    """Checks a file from its header alone and says how to read it.
+
+    Raises:
+        CheckpointError: one of its kinds, before any tensor is read.
+    """
+    path = Path(path)
+    header = read_header(path)
+    metadata = header.pop("__metadata__", {})
+    entries = {key: (str(value["dtype"]), tuple(value["shape"])) for key, value in header.items()}
+    keys, notes = _own_keys(entries)
+    family = _family(path, keys)
+    markers = _format_markers(path, keys, metadata)
+
+    found: dict[str, dict[int | None, str]] = {}
+    for key in keys:
+        if not _is_auxiliary(key):
+            name, third = family.official_name(key)
+            found.setdefault(name, {})[third] = key
+    shapes, misfits = _official_shapes({key: entries[full][1] for key, full in keys.items()}, found)
+    config = _config(path, family, shapes)
+    with torch.device("meta"):
+        wanted = {name: tuple(value.shape) for name, value in family.build(config).named_parameters()}
+    _compare(path, family, shapes, wanted, misfits)
+
+    parts = {}
+    for name in wanted:
+        members = found[name]
+        # A stable order: the thirds of a split weight one after the other.
+        ordered = [members[third] for third in sorted(members, key=lambda third: third or 0)]
+        parts[name] = tuple(_part(path, key, keys, entries, markers) for key in ordered)
+    return ModelFile(path, family, config, parts, wanted, notes)
+
+
+def read_shapes(path: str | Path) -> dict[str, Shape]:
+    """Official name → shape of every parameter of a base's file."""
+    return open_model_file(path).shapes
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The JSON header of a safetensors file, after checking that the file is one and is whole."""
+    if not path.exists():
+        raise NotAModelFileError(f"{path}: there is no such file")
+    if path.is_dir():
+        raise NotAModelFileError(f"{path} is a folder; give the .safetensors file inside it")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        # This first: the length's own bytes may look like the start of another format.
+        if not 2 <= length <= MAX_HEADER or file.read(1) != b"{":
+            raise _not_safetensors(path, start, size)
+        if 8 + length > size:
+            raise TruncatedFileError(f"{path.name} ends inside its header at {size} bytes; download it again")
+        file.seek(8)
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise NotAModelFileError(f"{path.name}: the safetensors header is damaged ({error})") from error
+    end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
+    if 8 + length + end > size:
+        raise TruncatedFileError(
+            f"{path.name} is truncated: its header promises {8 + length + end} bytes, it has {size}; download it again"
+        )
+    return header
+
+
+def _not_safetensors(path: Path, start: bytes, size: int) -> CheckpointError:
+    if start[:2] == b"PK" or start[:1] == b"\x80":
+        return PickleFileError(
+            f"{path.name} is a pickled checkpoint, which can run code on loading; "
+            "convert it to safetensors with the tool that you trust, or download that version"
+        )
+    if start[:4] == b"GGUF":
+        return UnreadableFormatError(f"{path.name} is a GGUF file, which cannot be trained on; use the bf16 file")
+    return NotAModelFileError(
+        f"{path.name} ({size} bytes) is not a safetensors file, whatever its name says; download it again"
+    )
+
+
+def _own_keys(entries: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """Key without prefix → key in the file, and notes of what an all-in-one file holds beside the transformer."""
+    for prefix in PREFIXES:
+        inside = {key.removeprefix(prefix): key for key in entries if key.startswith(prefix)}
+        if inside:
+            outside = [key for key in entries if not key.startswith(prefix)]
+            companions = [key for key in outside if key.startswith(COMPANIONS)]
+            # Anything else is neither transformer nor companion: it is kept, and will be found unexpected.
+            strangers = {key: key for key in outside if key not in set(companions)}
+            notes = [f"left aside {len(companions)} tensors of the VAE and text encoder"] if companions else []
+            return {**inside, **strangers}, notes
+    return {key: key for key in entries}, []
+
+
+def _is_auxiliary(key: str) -> bool:
+    return key.rpartition(".")[2] in (*WEIGHT_SCALES, *ACTIVATION_SCALES, "comfy_quant", "scaled_fp8")
+
+
+def _family(path: Path, keys: Mapping[str, str]) -> Family:
+    for family in FAMILIES.values():
+        if any(family.official_name(key)[0] == family.marker for key in keys):
+            return family
+    text = " ".join(list(keys)[:4000])
+    wanted = " or ".join(family.title for family in FAMILIES.values())
+    if "lora_" in text or "lokr_" in text or "hada_" in text:
+        kind = "a LoRA; it goes on top of a base, it is none"
+    elif "embed_tokens" in text or "self_attn.q_proj" in text or "text_model." in text:
+        kind = "a text encoder"
+    elif "decoder.conv_in" in text or "decoder.conv1" in text or "encoder.conv_in" in text:
+        kind = "a VAE"
+    else:
+        kind = f"another model (its keys begin with {some(sorted(keys))})"
+    raise WrongModelError(f"{path.name} is {kind}; wanted the diffusion model of {wanted}")
+
+
+def _official_shapes(
+    stored: Mapping[str, Shape], found: Mapping[str, Mapping[int | None, str]]
+) -> tuple[dict[str, Shape], list[str]]:
+    """Shape of each official parameter, and the fused parameters of which a member is missing or doubled."""
+    shapes: dict[str, Shape] = {}
+    misfits = []
+    for name, members in found.items():
+        if set(members) == {None}:
+            shapes[name] = stored[members[None]]
+        elif set(members) == {0, 1, 2}:
+            rows = [stored[members[third]] for third in (0, 1, 2)]
+            shapes[name] = (sum(shape[0] for shape in rows), *rows[0][1:])
+        else:
+            misfits.append(f"{name} (from {some(sorted(members.values()))})")
+    return shapes, misfits
+
+
+def _config(path: Path, family: Family, shapes: Mapping[str, Shape]) -> Any:
+    try:
+        return family.config(shapes)
+    except KeyError as error:
+        raise MissingKeysError(
+            f"{path.name} looks like {family.title} but has no {error.args[0]}; it is not the whole model"
+        ) from error
+    except (ValueError, ZeroDivisionError) as error:
+        raise MisshapedKeysError(f"{path.name} looks like {family.title} but its shapes do not fit: {error}") from error
+
+
+def _compare(
+    path: Path, family: Family, shapes: Mapping[str, Shape], wanted: Mapping[str, Shape], misfits: list[str]
+) -> None:
+    missing = [name for name in wanted if name not in shapes] + misfits
+    if missing:
+        raise MissingKeysError(
+            f"{path.name} lacks {len(missing)} of {len(wanted)} parameters of {family.title}: {some(missing)}"
+        )
+    unexpected = [name for name in shapes if name not in wanted]
+    if unexpected:
+        raise UnexpectedKeysError(
+            f"{path.name} has {len(unexpected)} keys that {family.title} does not know: {some(unexpected)}"
+        )
+    misshaped = [
+        f"{name} is {list(shapes[name])}, wanted {list(shape)}"
+        for name, shape in wanted.items()
+        if shapes[name] != shape and not _same_table(shapes[name], shape)
+    ]
+    if misshaped:
+        raise MisshapedKeysError(f"{path.name} does not fit {family.title}: {some(misshaped)}")
+
+
+def _same_table(found: Shape, wanted: Shape) -> bool:
+    """A modulation table stored as (n, D) where n·D is wanted, or the reverse."""
+    return (
+        {len(found), len(wanted)} == {1, 2}
+        and torch.Size(found).numel() == torch.Size(wanted).numel()
+        and min(len(found), len(wanted)) == 1
+    )
+
+
+def _format_markers(path: Path, keys: Mapping[str, str], metadata: Mapping[str, str]) -> dict[str, str]:
+    """Layer → quantisation format, from every marker that the file has; `scaled_fp8` marks the whole file as ''."""
+    markers: dict[str, str] = {}
+    if "_quantization_metadata" in metadata:
+        layers = json.loads(metadata["_quantization_metadata"]).get("layers", {})
+        for layer, settings in layers.items():
+            short = next((layer.removeprefix(prefix) for prefix in PREFIXES if layer.startswith(prefix)), layer)
+            markers[short] = settings.get("format", "?")
+    marked = [key for key in keys if key.endswith(".comfy_quant")]
+    if marked:
+        with safe_open(path, framework="pt") as file:
+            for key in marked:
+                settings = json.loads(bytes(file.get_tensor(keys[key]).tolist()))
+                markers[key.removesuffix(".comfy_quant")] = settings.get("format", "?")
+    if "scaled_fp8" in keys:
+        markers[""] = "float8_e4m3fn"
+    unreadable = {format for format in markers.values() if format not in FLOAT8.values()}
+    if unreadable:
+        raise UnreadableFormatError(
+            f"{path.name} is quantised as {some(sorted(unreadable))}, which cannot be read yet; "
+            "use the bf16 file or ComfyUI's fp8 file"
+        )
+    return markers
+
+
+def _part(
+    path: Path,
+    key: str,
+    keys: Mapping[str, str],
+    entries: Mapping[str, tuple[str, Shape]],
+    markers: Mapping[str, str],
+) -> Part:
+    dtype, shape = entries[keys[key]]
+    layer = key.rpartition(".")[0]
+    scales = [keys[f"{layer}.{suffix}"] for suffix in WEIGHT_SCALES if f"{layer}.{suffix}" in keys]
+    if not key.endswith(".weight"):
+        scales = []
+    if dtype in FLOAT8:
+        if not scales and markers:
+            raise UnreadableFormatError(
+                f"{path.name}: {key} is fp8 in a file that stores scales, but its own scale is not there; "
+                "reading it without would train on wrong weights"
+            )
+    elif dtype not in DENSE:
+        raise UnreadableFormatError(f"{path.name}: {key} is stored as {dtype}, which cannot be read; use the bf16 file")
+    if not scales:
+        return Part(keys[key])
+    scale_shape = entries[scales[0]][1]
+    if torch.Size(scale_shape).numel() not in (1, shape[0]):
+        raise UnreadableFormatError(
+            f"{path.name}: the scale of {key} is {list(scale_shape)}; wanted one number or one per row of {list(shape)}"
+        )
+    return Part(keys[key], scales[0])
+
+
+def _scaled(file: Any, part: Part) -> Tensor:
+    tensor = file.get_tensor(part.key)
+    if part.scale_key is None:
+        return tensor.float() if tensor.dtype.itemsize == 1 else tensor
+    scale = file.get_tensor(part.scale_key).float()
+    return tensor.float() * (scale.reshape(()) if scale.numel() == 1 else scale.reshape(-1, 1))
