@@ -1,0 +1,268 @@
+"""Frozen Linears at a chosen precision.
+
+A frozen weight lives as plain buffers (data, scales) of an `nn.Linear` subclass: plain buffers move, copy, list and run
+under inference mode, which torchao's tensor subclasses do not. torchao does the quantising; what is kept are its
+numbers. The weight is dequantised for one matmul and dropped: its autograd Function keeps no copy for backward, it
+dequantises again.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .errors import SettingsError
+from .quiet import quiet_torchao
+
+Buffers = Mapping[str, Tensor]
+
+# --- formats ---------------------------------------------------------------------------------------------------------
+
+
+class Format(ABC):
+    """How a weight (out, in) is stored. `buffers` names what is stored; `quantize` makes it, `dequantize` undoes it."""
+
+    name: ClassVar[str]
+    buffers: ClassVar[tuple[str, ...]] = ("data", "scale")
+
+    @abstractmethod
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        """fp32 (out, in) → the buffers."""
+
+    @abstractmethod
+    def dequantize(self, buffers: Buffers, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """The buffers → (out, in) in `dtype`, computed in fp32 and rounded once."""
+
+
+class Dense(Format):
+    """The weight as it is, in one floating dtype."""
+
+    buffers = ("data",)
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.name = name  # type: ignore[misc]
+        self.dtype = dtype
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        return {"data": weight.to(self.dtype)}
+
+    def dequantize(self, buffers: Buffers, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        return buffers["data"].to(dtype)
+
+
+class _PerRow(Format):
+    """8-bit data and one fp32 scale per output row (out, 1)."""
+
+    def dequantize(self, buffers: Buffers, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        # 8-bit data are exact in bf16; the in-place product is formed in fp32 and rounded once, without an fp32 copy.
+        return buffers["data"].to(dtype).mul_(buffers["scale"])
+
+
+class Int8(_PerRow):
+    """Symmetric int8, scale = max|row| / 127.5 (torchao `Int8WeightOnlyConfig`)."""
+
+    name = "int8"
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        with quiet_torchao():
+            from torchao.quantization import Int8Tensor, PerRow
+        quantized = Int8Tensor.from_hp(weight, PerRow())
+        return {"data": quantized.qdata, "scale": quantized.scale}
+
+
+class Float8(_PerRow):
+    """float8_e4m3fn, scale = max|row| / 448 (torchao `Float8WeightOnlyConfig`)."""
+
+    name = "fp8"
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        with quiet_torchao():
+            from torchao.quantization import Float8Tensor, PerRow
+        quantized = Float8Tensor.from_hp(weight, torch.float8_e4m3fn, PerRow())
+        return {"data": quantized.qdata, "scale": quantized.scale}
+
+
+class NF4(Format):
+    """4-bit NormalFloat in blocks of 64 with twice-quantised scales (QLoRA, arXiv 2305.14314; torchao `to_nf4`)."""
+
+    name = "nf4"
+    buffers = ("data", "scale", "scale_factor", "scale_mean", "levels")
+    block = 64
+    scale_block = 256
+    # Weights dequantised at once: the fp32 copy and the int32 index of one chunk take 96 MiB.
+    chunk = 2**24
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        with quiet_torchao():
+            from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+        if weight.numel() % self.block:
+            raise ValueError(f"nf4 stores blocks of {self.block} weights, got {weight.numel()}")
+        # The published models divide by 256 blocks; a smaller weight takes the largest divisor that it has.
+        scale_block = math.gcd(weight.numel() // self.block, self.scale_block)
+        quantized = to_nf4(weight.contiguous(), self.block, scale_block)
+        levels = quantized.nf4
+        return {
+            "data": quantized.quantized_data,
+            "scale": quantized.quantized_scalers,
+            "scale_factor": quantized.quantization_factor,
+            "scale_mean": quantized.scaler_mean,
+            # Both weights of every possible byte, so that one lookup by the byte yields two weights.
+            "levels": torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1),
+        }
+
+    def dequantize(self, buffers: Buffers, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        factor = buffers["scale_factor"]
+        scales = (buffers["scale"].view(len(factor), -1) / factor[:, None]).flatten() + buffers["scale_mean"]
+        weight = torch.empty(math.prod(shape), dtype=dtype, device=scales.device)
+        for start in range(0, weight.numel(), self.chunk):
+            part = weight[start : start + self.chunk].view(-1, self.block)
+            index = buffers["data"][start // 2 : start // 2 + part.numel() // 2].int()
+            pairs = buffers["levels"].index_select(0, index).view(-1, self.block)
+            blocks = slice(start // self.block, start // self.block + len(part))
+            part.copy_(pairs.mul_(scales[blocks, None]))
+        return weight.view(shape)
+
+
+FORMATS: dict[str, Format] = {
+    format.name: format
+    for format in (Dense("fp32", torch.float32), Dense("bf16", torch.bfloat16), Float8(), Int8(), NF4())
+}
+PRECISIONS = tuple(FORMATS)
+
+
+def format_of(precision: str) -> Format:
+    if precision not in FORMATS:
+        raise SettingsError(f"precision {precision!r} is not known; choose one of {', '.join(FORMATS)}")
+    return FORMATS[precision]
+
+
+# --- the layer -------------------------------------------------------------------------------------------------------
+
+
+class FrozenLinear(nn.Linear):
+    """A Linear whose weight and bias are buffers in some `Format` and are never trained.
+
+    `weight` reads as the dequantised tensor, made anew at each access.
+    """
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        nn.Module.__init__(self)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.format: Format | None = None
+        self.register_buffer("bias", None)
+
+    @classmethod
+    def like(cls, linear: nn.Linear) -> FrozenLinear:
+        """An empty layer of the same size, whose weight and bias are still to be stored."""
+        return cls(linear.in_features, linear.out_features)
+
+    @torch.no_grad()
+    def store(self, weight: Tensor, format: Format, device: torch.device | str | None = None) -> FrozenLinear:
+        """Keeps `weight` (out, in), any floating dtype, in `format`; quantised in fp32, on the given device."""
+        if tuple(weight.shape) != (self.out_features, self.in_features):
+            raise ValueError(f"weight is {tuple(weight.shape)}, layer is {(self.out_features, self.in_features)}")
+        with torch.inference_mode(False):
+            source = weight.detach().to(device)
+            dense = isinstance(format, Dense)
+            stored = format.quantize(source.clone() if dense else source.float().clone())
+        self.format = format
+        for name in format.buffers:
+            self.register_buffer(name, stored[name].contiguous())
+        return self
+
+    @torch.no_grad()
+    def store_bias(self, bias: Tensor, dtype: torch.dtype, device: torch.device | str | None = None) -> None:
+        with torch.inference_mode(False):
+            self.register_buffer("bias", bias.detach().to(device, dtype, copy=True))
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        if self.format is None:
+            # Before loading, and for whoever only asks for dtype and device.
+            return torch.empty(self.out_features, self.in_features, device="meta")
+        return self.dequantized(torch.float32 if not isinstance(self.format, Dense) else self.format.dtype)
+
+    @torch.no_grad()
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight (out, in) in `dtype`. For a dense layer of that dtype this is the buffer itself: do not write."""
+        assert self.format is not None, "no weight has been stored"
+        buffers = {name: self.get_buffer(name) for name in self.format.buffers}
+        return self.format.dequantize(buffers, (self.out_features, self.in_features), dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in) → (…, out) in x's dtype, which is the compute dtype."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            return _FrozenMatmul.apply(x, self)
+        return _matmul(x, self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenLinear:
+        # `.to(dtype)` and `.half()` are meant for parameters that train; here they would spoil data and scales.
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                moved = fn(buffer)
+                self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+        return self
+
+    def extra_repr(self) -> str:
+        stored = None if self.format is None else self.format.name
+        return f"in_features={self.in_features}, out_features={self.out_features}, format={stored}"
+
+
+def _matmul(x: Tensor, layer: FrozenLinear) -> Tensor:
+    bias = layer.bias
+    return F.linear(x, layer.dequantized(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+class _FrozenMatmul(torch.autograd.Function):
+    """`x @ Wᵀ + b` whose backward dequantises W again, so that nothing of it is kept between forward and backward.
+
+    The layer is held rather than its tensors: weights that were loaded under inference mode cannot be saved for
+    backward, and weights that were moved in between are found where they are.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: FrozenLinear) -> Tensor:
+        ctx.layer = layer
+        return _matmul(x, layer)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        return grad @ ctx.layer.dequantized(grad.dtype), None
+
+
+# --- a whole model ---------------------------------------------------------------------------------------------------
+
+
+def replace_linears(model: nn.Module, make: Callable[[str, nn.Linear], nn.Linear]) -> None:
+    """Replaces every frozen Linear of the model, named as without adapters, by `make(name, linear)`.
+
+    The Linears of adapters stay: an adapted layer's own Linear is its `base_layer`.
+    """
+    for name, module in list(model.named_modules()):
+        for child_name, child in list(module.named_children()):
+            path = f"{name}.{child_name}".lstrip(".")
+            adapter = ".lora_A." in f".{path}." or ".lora_B." in f".{path}."
+            if isinstance(child, nn.Linear) and not adapter and not hasattr(child, "base_layer"):
+                setattr(module, child_name, make(path.removesuffix(".base_layer"), child))
+
+
+def quantize_model(model: nn.Module, formats: Callable[[str], Format]) -> nn.Module:
+    """Freezes a model that is in memory: every Linear becomes a `FrozenLinear` in the format that its name gets."""
+
+    def freeze(name: str, linear: nn.Linear) -> FrozenLinear:
+        format = formats(name)
+        layer = FrozenLinear.like(linear).store(linear.weight, format)
+        if linear.bias is not None:
+            layer.store_bias(linear.bias, linear.bias.dtype)
+        return layer
+
+    replace_linears(model, freeze)
+    return model
