@@ -1,0 +1,236 @@
+"""Targets, names, dtypes; one adapter active and trainable at a time."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import tiny
+import torch
+from graft_lora.lora_convert import read_comfyui, write_comfyui
+from graft_lora.trainer import adapters
+from graft_lora.trainer.adapters import LoraSettings, resolve_targets
+from graft_lora.trainer.base_model import load_base
+from graft_lora.trainer.errors import SettingsError
+from graft_lora.trainer.families import FAMILIES, linear_modules
+from graft_lora.trainer.families.ideogram4 import Ideogram4Config
+from graft_lora.trainer.families.krea2 import Krea2Config
+from torch import nn
+
+FULL = {"krea2": Krea2Config(), "ideogram4": Ideogram4Config()}
+
+
+def full_linears(name):
+    with torch.device("meta"):
+        return linear_modules(FAMILIES[name].build(FULL[name]))
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "blocks", "count"),
+    [
+        ("krea2", "attention", "all", 28 * 5),
+        ("krea2", "attention+mlp", "all", 28 * 8),
+        ("krea2", "all", "all", 264),
+        ("krea2", "attention+mlp", "0-3,27", 5 * 8),
+        ("krea2", "all", "0-3", 4 * 8),
+        ("krea2", r".*\.wk", "all", 28 + 4),
+        ("ideogram4", "attention", "all", 34 * 2),
+        ("ideogram4", "attention+mlp", "all", 34 * 5),
+        ("ideogram4", "all", "all", 211),
+        ("ideogram4", "attention", "33", 2),
+    ],
+)
+def test_targets_at_full_size(name, targets, blocks, count):
+    settings = LoraSettings(targets=targets, blocks=blocks)
+    assert len(resolve_targets(FAMILIES[name], full_linears(name), settings)) == count
+
+
+def test_ideogram4_trains_the_fused_projection():
+    chosen = resolve_targets(FAMILIES["ideogram4"], full_linears("ideogram4"), LoraSettings())
+    assert "layers.0.attention.qkv" in chosen
+    assert not any(re.search(r"to_[qkv]", name) for name in chosen)
+
+
+@pytest.mark.parametrize(("name", "count"), [("krea2", 107e6), ("ideogram4", 95e6)])
+def test_parameters_at_rank_32_are_those_of_the_reference(name, count):
+    """reference/peer-benchmark.md counts diffusers' modules: Ideogram 4's q, k, v apart, each with an A of its own."""
+    linears = full_linears(name)
+    chosen = resolve_targets(FAMILIES[name], linears, LoraSettings())
+    members = {n: len(FAMILIES[name].table.to_diffusers(n)) for n in chosen}
+    found = sum(32 * (members[n] * linears[n].in_features + linears[n].out_features) for n in chosen)
+    assert found == pytest.approx(count, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"targets": "atention"}, "'atention' is none of attention, attention.mlp, all, and as a regular expression"),
+        ({"targets": "("}, "is no regular expression"),
+        ({"blocks": "0-99"}, "has the blocks 0 to 27"),
+        ({"blocks": "5-2"}, "cannot be read"),
+        ({"blocks": "first"}, "cannot be read"),
+        ({"targets": "first", "blocks": "0-3"}, "matches nothing in the blocks"),
+    ],
+)
+def test_unusable_targets_are_named(settings, message):
+    with pytest.raises(SettingsError, match=message):
+        resolve_targets(FAMILIES["krea2"], full_linears("krea2"), LoraSettings(**settings))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rank": 0}, "rank is 0"),
+        ({"alpha": 0.0}, "alpha is 0"),
+        ({"alpha": -1.0}, "alpha"),
+        ({"dropout": 1.0}, "share"),
+    ],
+)
+def test_unusable_lora_settings_are_named(values, message):
+    with pytest.raises(SettingsError, match=message):
+        LoraSettings(**values)
+
+
+def loaded(tmp_path, name, precision="int8", compute="fp32"):
+    path = tmp_path / f"{name}.safetensors"
+    if not path.exists():
+        tiny.write(tiny.build(name), path)
+    return load_base(path, precision, compute)
+
+
+def add(base, name, seed=0, random_b=True, **settings):
+    lora = LoraSettings(rank=4, alpha=6, **settings)
+    targets = resolve_targets(base.family, linear_modules(tiny.build(base.family.name)), lora)
+    adapters.inject(base.model, name, lora, targets, torch.Generator().manual_seed(seed))
+    if random_b:
+        generator = torch.Generator().manual_seed(seed + 100)
+        for layer in adapters.adapted(base.model, name).values():
+            nn.init.normal_(layer.lora_B[name].weight, std=0.2, generator=generator)
+    return targets
+
+
+def test_a_new_adapter_changes_nothing_and_is_neither_active_nor_trainable(tmp_path, family_name):
+    base, arguments = loaded(tmp_path, family_name), tiny.inputs(family_name)
+    plain = base.model(**arguments)
+    targets = add(base, "a", random_b=False)
+    assert set(adapters.adapted(base.model, "a")) == set(targets)
+    assert torch.equal(base.model(**arguments), plain)
+    assert not any(p.requires_grad for p in base.model.parameters())
+    with adapters.active(base.model, "a"):
+        assert torch.equal(base.model(**arguments), plain)
+
+
+def test_initial_weights_come_from_the_generator_alone(tmp_path):
+    """ComfyUI's TrainLoraNode does not seed them."""
+    weights = []
+    for disturbance in (1, 2):
+        torch.manual_seed(disturbance)
+        base = loaded(tmp_path, "krea2")
+        add(base, "a", seed=5, random_b=False)
+        weights.append(adapters.parameters(base.model, "a"))
+    assert all(torch.equal(x, y) for x, y in zip(*weights, strict=True))
+    down = weights[0][0]
+    bound = 1 / down.shape[1] ** 0.5
+    assert 0.9 * bound < down.abs().max() <= bound  # PEFT's kaiming_uniform(a=sqrt(5))
+
+
+def test_a_second_adapter_leaves_the_first_as_it_was(tmp_path, family_name):
+    """PEFT makes a second adapter active in silence and leaves the first trainable."""
+    base, arguments = loaded(tmp_path, family_name), tiny.inputs(family_name)
+    plain = base.model(**arguments)
+    add(base, "a", seed=1)
+    with adapters.active(base.model, "a"):
+        first = base.model(**arguments)
+    with adapters.active(base.model, "a", train=True):
+        add(base, "b", seed=2, targets="all")
+        assert all(p.requires_grad for p in adapters.parameters(base.model, "a"))
+        assert not any(p.requires_grad for p in adapters.parameters(base.model, "b"))
+        assert torch.equal(base.model(**arguments), first)
+    with adapters.active(base.model, "a"):
+        assert torch.equal(base.model(**arguments), first)
+    with adapters.active(base.model, "b"):
+        second = base.model(**arguments)
+    with adapters.active(base.model, None):
+        assert torch.equal(base.model(**arguments), plain)
+    assert tiny.relative(first, plain) > 0.01
+    assert tiny.relative(second, first) > 0.01
+    assert adapters.adapter_names(base.model) == ["a", "b"]
+
+
+def test_only_the_active_adapter_is_trained_and_all_is_restored_after_an_error(tmp_path):
+    base = loaded(tmp_path, "krea2")
+    add(base, "a")
+    add(base, "b")
+    with pytest.raises(RuntimeError, match="broken"), adapters.active(base.model, "b", train=True):
+        base.model(**tiny.inputs("krea2")).sum().backward()
+        raise RuntimeError("broken")
+    assert all(p.grad is None for p in adapters.parameters(base.model, "a"))
+    assert all(p.grad is not None for p in adapters.parameters(base.model, "b"))
+    assert not any(p.requires_grad for p in base.model.parameters())
+    with pytest.raises(KeyError, match="no adapter named 'c'"), adapters.active(base.model, "c"):
+        pass
+
+
+def test_a_removed_adapter_leaves_no_trace(tmp_path, family_name):
+    base, arguments = loaded(tmp_path, family_name), tiny.inputs(family_name)
+    plain, names = base.model(**arguments), [n for n, _ in base.model.named_modules()]
+    add(base, "a")
+    add(base, "b", targets="all")
+    adapters.remove(base.model, "a")
+    with adapters.active(base.model, "b"):
+        assert not torch.equal(base.model(**arguments), plain)
+    adapters.remove(base.model, "b")
+    assert [n for n, _ in base.model.named_modules()] == names
+    assert torch.equal(base.model(**arguments), plain)
+
+
+def test_names_that_are_taken_or_unusable(tmp_path):
+    base = loaded(tmp_path, "krea2")
+    add(base, "a")
+    for name, message in (("a", "on this base already"), ("a.b", "wanted letters")):
+        with pytest.raises(SettingsError, match=message):
+            add(base, name)
+
+
+def test_output_equals_peft_own_lora_layer(tmp_path, family_name):
+    """The same weights in PEFT's own layer, on a plain fp32 model."""
+    import peft
+
+    base, arguments = loaded(tmp_path, family_name, "fp32"), tiny.inputs(family_name)
+    targets = add(base, "a")
+    with adapters.active(base.model, "a"):
+        found = base.model(**arguments)
+    plain = tiny.build(family_name).requires_grad_(False)
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules="|".join(map(re.escape, targets)))
+    peft.inject_adapter_in_model(config, plain, "a")
+    ours = {k: v for k, v in base.model.state_dict().items() if ".lora_" in k}
+    missing, unexpected = plain.load_state_dict(ours, strict=False)
+    assert not unexpected
+    assert not any("lora" in key for key in missing)
+    assert tiny.relative(found, plain(**arguments)) < 1e-6
+
+
+def test_bf16_base_and_fp32_master_weights_without_autocast(tmp_path, family_name):
+    base = loaded(tmp_path, family_name, "bf16", "bf16")
+    add(base, "a", targets=r".*\.(wk|qkv)")
+    seen = []
+    for layer in adapters.adapted(base.model, "a").values():
+        layer.register_forward_hook(lambda _m, inputs, out: seen.append((inputs[0].dtype, out.dtype)))
+    with adapters.active(base.model, "a", train=True):
+        base.model(**tiny.inputs(family_name)).sum().backward()
+    assert seen
+    assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
+    for parameter in adapters.parameters(base.model, "a"):
+        assert parameter.dtype == parameter.grad.dtype == torch.float32
+
+
+def test_canonical_form_has_the_true_scale_and_survives_the_layout(tmp_path, family_name):
+    base = loaded(tmp_path, family_name)
+    add(base, "a")
+    modules = adapters.to_canonical(base.model, "a")
+    layer = adapters.adapted(base.model, "a")[next(iter(modules))]
+    module = next(iter(modules.values()))
+    assert module.alpha == 6
+    assert tiny.relative(module.delta(), layer.get_delta_weight("a")) < 1e-6
+    back = read_comfyui(write_comfyui(modules, family_name))
+    assert all(torch.equal(back[n].up, m.up) and back[n].alpha == 6.0 for n, m in modules.items())
