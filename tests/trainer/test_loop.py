@@ -1,0 +1,285 @@
+"""The training step against a plain loop over diffusers + PEFT, and what a session leaves behind."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import peft
+import pytest
+import tiny
+import torch
+from graft_lora.lora_convert import read_comfyui, read_state
+from graft_lora.trainer import adapters, loop
+from graft_lora.trainer.adapters import LoraSettings
+from graft_lora.trainer.base_model import load_base
+from graft_lora.trainer.dataset import Sample
+from graft_lora.trainer.errors import SettingsError, TrainingError
+from graft_lora.trainer.loop import TrainSession
+from graft_lora.trainer.settings import TrainSettings
+from torch import nn
+
+
+def samples(name, count=6, lengths=(7, 4, 5)):
+    generator = torch.Generator().manual_seed(11)
+    return [
+        Sample(
+            f"{index}.png",
+            f"caption {index}",
+            torch.randn(tiny.LATENTS[name], generator=generator),
+            torch.randn(lengths[index % len(lengths)], tiny.WIDTHS[name], generator=generator),
+        )
+        for index in range(count)
+    ]
+
+
+def session(tmp_path, name, lora=None, precision="fp32", compute="fp32", adapter="a", base=None, **train):
+    path = tmp_path / f"{name}.safetensors"
+    if not path.exists():
+        tiny.write(tiny.build(name), path)
+    base = base or load_base(path, precision, compute)
+    values = {"steps": 4, "batch_size": 2, "learning_rate": 1e-2, "warmup_steps": 3, "seed": 3, **train}
+    return TrainSession(base, samples(name), lora or LoraSettings(rank=4, alpha=8), TrainSettings(**values), adapter)
+
+
+class OneThird(nn.Module):
+    """Stands for to_q, to_k or to_v of a diffusers model whose attention got one fused Linear."""
+
+    def __init__(self, attention, index):
+        super().__init__()
+        self._attention = [attention]  # not a submodule
+        self.index = index
+
+    def forward(self, x):
+        return self._attention[0].qkv(x).chunk(3, dim=-1)[self.index]
+
+
+def fuse(twin):
+    for layer in twin.layers:
+        attention = layer.attention
+        fused = nn.Linear(attention.hidden_size, 3 * attention.hidden_size, bias=False)
+        with torch.no_grad():
+            fused.weight.copy_(torch.cat([attention.to_q.weight, attention.to_k.weight, attention.to_v.weight]))
+        attention.qkv = fused
+        for index, member in enumerate(("to_q", "to_k", "to_v")):
+            setattr(attention, member, OneThird(attention, index))
+    return twin
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "fused"),
+    [
+        ("krea2", "all", False),
+        ("ideogram4", r".*(?<!qkv)", False),  # all but the fused projection
+        ("ideogram4", "all", True),
+    ],
+)
+def test_ten_steps_equal_diffusers_and_peft(tmp_path, monkeypatch, name, targets, fused):
+    """Same initial weights, batches, noise and sigmas, fp32; gradient accumulation, clipping and warm-up included."""
+    graft = session(
+        tmp_path, name, LoraSettings(rank=4, alpha=8, targets=targets), steps=10, accumulation=2, max_grad_norm=0.5
+    )
+    initial = adapters.to_canonical(graft.base.model, "a")
+    record = []
+    for function in ("collate", "draw_sigmas", "draw_noise"):
+        original = getattr(loop, function)
+
+        def spy(*args, original=original, **kwargs):
+            record.append(original(*args, **kwargs))
+            return record[-1]
+
+        monkeypatch.setattr(loop, function, spy)
+    with graft:
+        logs = list(graft.steps())
+    trained = adapters.to_canonical(graft.base.model, "a")
+
+    twin = tiny.diffusers_twin(name, tiny.build(name)).requires_grad_(False)
+    twin = fuse(twin) if fused else twin
+    modules = {}
+    for module in initial:
+        modules[module] = (
+            module if fused and module.endswith("qkv") else graft.base.family.table.to_diffusers(module)[0]
+        )
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="|".join(re.escape(m) for m in modules.values()))
+    peft.inject_adapter_in_model(config, twin, "default")
+    layers = {module: twin.get_submodule(theirs) for module, theirs in modules.items()}
+    for module, layer in layers.items():
+        layer.lora_A["default"].weight.data.copy_(initial[module].down)
+    parameters = [p for p in twin.parameters() if p.requires_grad]
+    assert len(parameters) == 2 * len(initial)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=1e-4)
+    draws = iter(record)
+    for step in range(10):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * min(1, (step + 1) / 3)
+        batches = [(next(draws), next(draws), next(draws)) for _ in range(2)]
+        pictures = sum(len(batch.names) for batch, _, _ in batches)
+        total = 0.0
+        for batch, sigma, noise in batches:
+            share = sigma.view(-1, 1, 1, 1)
+            noisy = (1 - share) * batch.latents + share * noise
+            velocity = tiny.diffusers_velocity(name, twin, noisy, sigma, batch.conditioning, batch.mask)
+            loss = (velocity - (noise - batch.latents)).square().mean(dim=(1, 2, 3)).sum() / pictures
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert logs[step].loss == pytest.approx(total, rel=1e-4)
+        assert logs[step].grad_norm == pytest.approx(norm.item(), rel=1e-3)
+    assert max(log.grad_norm for log in logs) > 0.5, "clipping was never exercised"
+    for module, layer in layers.items():
+        assert tiny.relative(layer.lora_A["default"].weight, trained[module].down) < 1e-4, module
+        assert tiny.relative(layer.lora_B["default"].weight, trained[module].up) < 1e-4, module
+        assert tiny.relative(trained[module].down, initial[module].down) > 1e-3
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_every_module_is_trained_and_the_base_is_not(tmp_path, family_name, precision):
+    """ComfyUI's node leaves 16 text-fusion layers untrained when it offloads; here every B of `all` must move."""
+    graft = session(tmp_path, family_name, LoraSettings(rank=4, alpha=4, targets="all"), precision, "bf16")
+    before = {k: v.clone() for k, v in graft.base.model.state_dict().items() if ".lora_" not in k}
+    with graft:
+        logs = list(graft.steps())
+    graft.check_trained()
+    assert [log.step for log in logs] == [1, 2, 3, 4]
+    assert [log.learning_rate for log in logs] == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2])
+    after = graft.base.model.state_dict()
+    assert all(torch.equal(after[k].float(), v.float()) for k, v in before.items())
+    assert not any(p.requires_grad for p in graft.base.model.parameters())
+
+
+def test_a_module_that_learned_nothing_is_named(tmp_path):
+    graft = session(tmp_path, "krea2")
+    with graft:
+        list(graft.steps())
+    layer = adapters.adapted(graft.base.model, "a")["blocks.1.mlp.up"]
+    with torch.no_grad():
+        layer.lora_B["a"].weight.zero_()
+    with pytest.raises(TrainingError, match=r"1 of \d+ modules learned nothing .*blocks\.1\.mlp\.up"):
+        graft.check_trained()
+    with torch.no_grad():
+        layer.lora_B["a"].weight.fill_(torch.nan)
+    with pytest.raises(TrainingError, match=r"not finite: blocks\.1\.mlp\.up"):
+        graft.check_trained()
+
+
+def run_to_end(tmp_path, name, **changes):
+    graft = session(tmp_path, name, **changes)
+    with graft:
+        losses = [log.loss for log in graft.steps()]
+    return losses, adapters.to_canonical(graft.base.model, "a")
+
+
+def test_a_seed_fixes_the_whole_run(tmp_path, family_name):
+    lora = LoraSettings(rank=4, alpha=4, dropout=0.1)
+    torch.manual_seed(1)
+    first = run_to_end(tmp_path, family_name, lora=lora)
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    second = run_to_end(tmp_path, family_name, lora=lora)
+    assert torch.equal(torch.get_rng_state(), state), "torch's own generator was drawn from"
+    other = run_to_end(tmp_path, family_name, lora=lora, seed=4)
+    assert first[0] == second[0] != other[0]
+    assert all(torch.equal(first[1][m].up, second[1][m].up) for m in first[1])
+
+
+def test_dropout_and_checkpointing_together_change_nothing(tmp_path, family_name):
+    lora = LoraSettings(rank=4, alpha=4, dropout=0.3)
+    on = run_to_end(tmp_path, family_name, lora=lora, checkpointing=True)
+    off = run_to_end(tmp_path, family_name, lora=lora, checkpointing=False)
+    assert on[0] == off[0]
+    assert all(torch.equal(on[1][m].up, off[1][m].up) for m in on[1])
+    assert on[0] != run_to_end(tmp_path, family_name)[0], "dropout had no effect"
+
+
+def test_learning_rate_zero_changes_nothing(tmp_path, family_name):
+    graft = session(tmp_path, family_name, learning_rate=0.0)
+    before = adapters.to_canonical(graft.base.model, "a")
+    with graft:
+        list(graft.steps())
+    after = adapters.to_canonical(graft.base.model, "a")
+    assert all(torch.equal(before[m].down, after[m].down) and not after[m].up.any() for m in before)
+
+
+def test_a_second_run_on_the_same_base_leaves_the_first_alone(tmp_path, family_name):
+    first = session(tmp_path, family_name)
+    with first:
+        list(first.steps())
+    kept = adapters.to_canonical(first.base.model, "a")
+    second = session(tmp_path, family_name, adapter="b", base=first.base)
+    with second:
+        losses = [log.loss for log in second.steps()]
+    assert losses == run_to_end(tmp_path, family_name)[0], "the second run felt the first"
+    again = adapters.to_canonical(first.base.model, "a")
+    assert all(torch.equal(kept[m].up, again[m].up) for m in kept)
+
+
+def test_trains_inside_comfyui_inference_mode(tmp_path, family_name):
+    """FluxTrainer 12: 'Inference tensors cannot be saved for backward'."""
+    plain = run_to_end(tmp_path, family_name, precision="int8")[0]
+    with torch.inference_mode():
+        assert run_to_end(tmp_path, family_name, precision="int8")[0] == plain
+
+
+def test_globals_and_model_are_restored_after_an_exception(tmp_path):
+    graft = session(tmp_path, "krea2")
+    with pytest.raises(RuntimeError, match="broken"), graft:
+        graft.step()
+        raise RuntimeError("broken")
+    assert not any("forward" in module.__dict__ for module in graft.base.model.modules())
+    assert not any(p.requires_grad for p in graft.base.model.parameters())
+    # The globals of torch are compared after every test (conftest.py).
+
+
+def test_an_infinite_loss_stops_the_run_and_names_the_pictures(tmp_path):
+    graft = session(tmp_path, "krea2", batch_size=1)
+    graft.batches = iter([[Sample("bad.png", "", torch.full((16, 6, 10), torch.inf), torch.zeros(2, 120))]])
+    before = adapters.to_canonical(graft.base.model, "a")
+    with graft, pytest.raises(TrainingError, match=r"loss became (nan|inf) in step 1 on bad\.png"):
+        graft.step()
+    after = adapters.to_canonical(graft.base.model, "a")
+    assert all(torch.equal(before[m].down, after[m].down) for m in before)
+
+
+def test_targets_that_match_nothing_leave_no_adapter(tmp_path):
+    with pytest.raises(SettingsError, match="is none of"):
+        session(tmp_path, "krea2", LoraSettings(targets="nothing"))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_saved_file_is_what_was_trained(tmp_path, family_name, dtype):
+    graft = session(tmp_path, family_name, save_dtype=dtype)
+    with graft:
+        list(graft.steps())
+    path = tmp_path / "out.safetensors"
+    graft.save(path)
+    state, metadata = read_state(path)
+    kinds = {key.rpartition(".")[2] if key.endswith("alpha") else "weight": t.dtype for key, t in state.items()}
+    assert kinds == {"alpha": torch.float32, "weight": loop.SAVE_DTYPES[dtype]}
+    trained = adapters.to_canonical(graft.base.model, "a")
+    for name, module in read_comfyui(state).items():
+        assert torch.equal(module.up, trained[name].up.to(module.up.dtype))
+        assert module.alpha == 8
+    assert metadata["ss_network_dim"] == "4"
+    assert metadata["ss_network_alpha"] == "8"
+    assert json.loads(metadata["graft"])["train"]["seed"] == 3
+    with pytest.raises(FileExistsError, match="is not overwritten unasked"):
+        graft.save(path)
+    graft.save(path, overwrite=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([f"{family_name}.safetensors", "out.safetensors"])
+
+
+def test_a_file_that_reads_back_differently_is_noticed(tmp_path, monkeypatch):
+    graft = session(tmp_path, "krea2")
+    original = loop.read_state
+
+    def flipped(path):
+        state, metadata = original(path)
+        key = next(k for k in state if "lora_down" in k)
+        state[key] = state[key] + 1
+        return state, metadata
+
+    monkeypatch.setattr(loop, "read_state", flipped)
+    with pytest.raises(TrainingError, match="reads back differently"):
+        graft.save(tmp_path / "out.safetensors")

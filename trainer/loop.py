@@ -1,0 +1,232 @@
+"""The training loop. `TrainSession.step` is the only place that knows what a training step is."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from ..lora_convert import read_comfyui, read_state, write_comfyui, write_state
+from . import adapters, attention, memory
+from .adapters import LoraSettings
+from .base_model import Base
+from .dataset import Batch, Sample, collate, epochs
+from .errors import TrainingError, some
+from .objective import add_noise, draw_noise, draw_sigmas, velocity_loss
+from .settings import TrainSettings
+
+SAVE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class StepLog:
+    """One line of `log.jsonl`. The loss is the mean over the step's pictures; the norm is that before clipping."""
+
+    step: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    seconds: float
+
+
+class TrainSession:
+    """Trains one named adapter on a base, in place.
+
+    Use it as a context: while it is open its adapter is active and trainable, blocks recompute if so set, and the SDPA
+    kernels are pinned; afterwards all of that, and every global, is as it was, also after an exception.
+
+        with TrainSession(base, samples, lora, train, "zorb") as session:
+            for log in session.steps():
+                ...
+            session.save(path)
+
+    Raises:
+        SettingsError: targets that match nothing, or a name that the base has already.
+    """
+
+    def __init__(
+        self, base: Base, samples: Sequence[Sample], lora: LoraSettings, train: TrainSettings, name: str
+    ) -> None:
+        self.base = base
+        self.lora = lora
+        self.train = train
+        self.name = name
+        self.generator = torch.Generator().manual_seed(train.seed)
+        # The Linears of the bare base: other runs' adapters on it are no targets.
+        linears = {n.removesuffix(".base_layer"): m for n, m in base_linears(base).items()}
+        self.targets = adapters.resolve_targets(base.family, linears, lora)
+        adapters.inject(base.model, name, lora, self.targets, self.generator)
+        self.parameters = adapters.parameters(base.model, name)
+        self.device = self.parameters[0].device
+        with torch.inference_mode(False):
+            self.optimizer = torch.optim.AdamW(self.parameters, lr=train.learning_rate, weight_decay=train.weight_decay)
+        self.batches = epochs(samples, train.batch_size, self.generator)
+        self.done = 0
+        self._open: ExitStack | None = None
+
+    def __enter__(self) -> TrainSession:
+        with ExitStack() as stack:
+            # ComfyUI runs nodes under inference mode, in which nothing can be saved for backward.
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(attention.training_backends())
+            stack.enter_context(adapters.active(self.base.model, self.name, train=True))
+            if self.train.checkpointing:
+                stack.enter_context(memory.checkpointed(self.base.family.blocks(self.base.model).values()))
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._open is not None
+        self._open.__exit__(kind, error, trace)
+        self._open = None
+
+    def steps(self) -> Iterator[StepLog]:
+        """The steps that are still to do, one at a time."""
+        while self.done < self.train.steps:
+            yield self.step()
+
+    def step(self) -> StepLog:
+        """One optimiser step over `accumulation` batches, in which every picture counts the same.
+
+        Raises:
+            TrainingError: the loss or the gradient is not finite; the weights are then as before the step.
+        """
+        assert self._open is not None, "open the session first: with TrainSession(...) as session"
+        started = time.perf_counter()
+        groups = [next(self.batches) for _ in range(self.train.accumulation)]
+        pictures = sum(len(group) for group in groups)
+        total = 0.0
+        for group in groups:
+            batch = collate(group)
+            loss = self._loss(batch).sum() / pictures
+            loss.backward()
+            total += loss.item()
+            if not torch.isfinite(loss):
+                self.optimizer.zero_grad()
+                raise TrainingError(
+                    f"the loss became {loss.item()} in step {self.done + 1} on {some(list(batch.names))}; "
+                    "a lower learning rate or fp32 compute usually mends it"
+                )
+        norm = self._clip()
+        rate = self.learning_rate(self.done)
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.done += 1
+        return StepLog(self.done, total, rate, norm, time.perf_counter() - started)
+
+    def _loss(self, batch: Batch) -> Tensor:
+        """Per-sample loss (B,) fp32 at noise and noise levels drawn from the generator."""
+        shape = batch.latents.shape
+        sigma_B = draw_sigmas(self.base.family, self.train.timesteps, shape[0], shape, self.generator)
+        noise = draw_noise(shape, self.generator)
+        data, noise, sigma_B = (tensor.to(self.device) for tensor in (batch.latents, noise, sigma_B))
+        mask = None if batch.mask is None else batch.mask.to(self.device)
+        noisy = add_noise(data, noise, sigma_B)
+        with ExitStack() as stack:
+            if self.lora.dropout:
+                # Dropout takes torch's global generator: it is lent a state drawn from the run's own, and gets its
+                # former one back.
+                devices = [self.device] if self.device.type == "cuda" else []
+                stack.enter_context(torch.random.fork_rng(devices))
+                torch.manual_seed(int(torch.randint(2**62, (), generator=self.generator)))
+            predicted = self.base.model(noisy, sigma_B, batch.conditioning.to(self.device), mask)
+        return velocity_loss(predicted, data, noise)
+
+    def _clip(self) -> float:
+        """Clips the gradient to `max_grad_norm` and returns its norm before that."""
+        limit = self.train.max_grad_norm or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit).item()
+        if not torch.isfinite(torch.tensor(norm)):
+            self.optimizer.zero_grad()
+            raise TrainingError(
+                f"the gradient became {norm} in step {self.done + 1}; a lower learning rate or fp32 compute "
+                "usually mends it"
+            )
+        return norm
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up, then constant. `step` counts from 0."""
+        warmup = self.train.warmup_steps
+        return self.train.learning_rate * (min(1.0, (step + 1) / warmup) if warmup else 1.0)
+
+    def save(self, path: str | Path, overwrite: bool = False) -> None:
+        """Writes the LoRA in ComfyUI's layout, atomically, then reads it back and compares.
+
+        Raises:
+            FileExistsError: the file exists and overwriting was not asked for.
+            TrainingError: what stands in the file is not what was trained.
+        """
+        dtype = SAVE_DTYPES[self.train.save_dtype]
+        trained = adapters.to_canonical(self.base.model, self.name)
+        state = write_comfyui(trained, self.base.family.name)
+        state = {key: tensor if key.endswith(".alpha") else tensor.to(dtype) for key, tensor in state.items()}
+        write_state(path, state, self.metadata(), overwrite)
+        kept = read_comfyui(read_state(path)[0])
+        for name, module in trained.items():
+            same = kept[name].alpha == module.alpha and all(
+                torch.equal(a, b.to(dtype).cpu())
+                for a, b in ((kept[name].down, module.down), (kept[name].up, module.up))
+            )
+            if not same:
+                raise TrainingError(f"{path}: {name} reads back differently from what was written; is the disk sound?")
+
+    def metadata(self) -> dict[str, str]:
+        """The header of the LoRA's file, in the keys that ComfyUI, Civitai and other tools read."""
+        family = self.base.family
+        return {
+            "format": "pt",
+            "modelspec.sai_model_spec": "1.0.1",
+            "modelspec.architecture": f"{family.name}/lora",
+            "modelspec.title": self.name,
+            "ss_network_module": "networks.lora",
+            "ss_network_dim": str(self.lora.rank),
+            "ss_network_alpha": str(self.lora.alpha),
+            "ss_steps": str(self.done),
+            "ss_learning_rate": str(self.train.learning_rate),
+            "ss_seed": str(self.train.seed),
+            "graft": json.dumps(
+                {
+                    "base": self.base.source.name,
+                    "precision": self.base.precision,
+                    "lora": asdict(self.lora),
+                    "train": asdict(self.train),
+                }
+            ),
+        }
+
+    def check_trained(self) -> None:
+        """After the run: every weight finite, every B changed from zero.
+
+        Raises:
+            TrainingError: the modules for which that does not hold.
+        """
+        trained = adapters.to_canonical(self.base.model, self.name)
+        broken = [n for n, m in trained.items() if not (m.down.isfinite().all() and m.up.isfinite().all())]
+        if broken:
+            raise TrainingError(f"{len(broken)} modules have weights that are not finite: {some(broken)}")
+        untrained = [n for n, m in trained.items() if not m.up.any()]
+        if untrained:
+            raise TrainingError(
+                f"{len(untrained)} of {len(trained)} modules learned nothing (B is still zero): {some(untrained)}"
+            )
+
+
+def base_linears(base: Base) -> dict[str, torch.nn.Linear]:
+    """Every Linear of the base by name, without those of adapters."""
+    return {
+        name: module
+        for name, module in base.model.named_modules()
+        if isinstance(module, torch.nn.Linear) and ".lora_" not in name
+    }

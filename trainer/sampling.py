@@ -1,0 +1,55 @@
+"""Sampling previews: Euler steps along the family's own schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .families import Family, Transformer
+
+
+@torch.no_grad()
+def sample(
+    model: Transformer,
+    family: Family,
+    conditioning: Tensor,
+    unconditional: Tensor | None,
+    latent_shape: Sequence[int],
+    generator: torch.Generator,
+    steps: int | None = None,
+    guidance: float | None = None,
+    on_step: Callable[[int], None] | None = None,
+) -> Tensor:
+    """Draws one picture's latents.
+
+    Args:
+        model: the transformer, with or without an active adapter.
+        family: its family.
+        conditioning: (1, T, W) of the prompt.
+        unconditional: (1, T', W) of the empty prompt; None for the pass without text, where the family has one.
+        latent_shape: (C, h, w).
+        generator: CPU generator of the initial noise.
+        steps: number of Euler steps; the family's by default.
+        guidance: the usual CFG scale, `uncond + guidance·(cond - uncond)`; 1 leaves the unconditional pass out.
+        on_step: called with the number of steps done.
+
+    Returns:
+        (1, C, h, w) fp32 latents on the model's device.
+    """
+    steps = steps or family.preview.steps
+    guidance = family.preview.guidance if guidance is None else guidance
+    device = conditioning.device
+    sigmas = family.schedule(steps, latent_shape)
+    x = (sigmas[0] * torch.randn((1, *latent_shape), generator=generator)).to(device, torch.float32)
+    for step in range(steps):
+        sigma_B = sigmas[step].float().expand(1).to(device)
+        velocity = model(x, sigma_B, conditioning).float()
+        if guidance != 1:
+            without = model(x, sigma_B, unconditional).float()
+            velocity = without + guidance * (velocity - without)
+        x = x + (sigmas[step + 1] - sigmas[step]).item() * velocity
+        if on_step is not None:
+            on_step(step + 1)
+    return x

@@ -1,0 +1,218 @@
+"""The settings of a run, as a TOML file holds them; each unknown or ill-typed one is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .adapters import LoraSettings
+from .base_model import COMPUTE_DTYPES, PRECISIONS
+from .errors import SettingsError
+from .families import FAMILIES
+from .objective import DISTRIBUTIONS
+
+SAVE_DTYPES = ("fp32", "bf16", "fp16")
+
+
+def _one_of(what: str, value: str, choices: typing.Iterable[str]) -> None:
+    if value not in choices:
+        raise SettingsError(f"{what} {value!r} is not known; choose one of {', '.join(choices)}")
+
+
+def _at_least(what: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise SettingsError(f"{what} is {value}; wanted at least {least}")
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The base.
+
+    Attributes:
+        path: a model file; empty for the demonstration base of `family`.
+        family: `krea2` or `ideogram4`; needed for the demonstration base only, else it is read off the file.
+        precision: how the frozen weights are stored.
+        compute_dtype: dtype of activations; fp32 where bf16 is not native.
+        device: `cpu`, `cuda`, or empty for CUDA where there is one.
+    """
+
+    path: str = ""
+    family: str = ""
+    precision: str = "bf16"
+    compute_dtype: str = "bf16"
+    device: str = ""
+
+    def __post_init__(self) -> None:
+        _one_of("precision", self.precision, PRECISIONS)
+        _one_of("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
+        if self.family:
+            _one_of("family", self.family, FAMILIES)
+
+
+@dataclass(frozen=True)
+class DatasetSettings:
+    """What is trained on: one of `pictures` and `cache`.
+
+    Attributes:
+        pictures: a folder of pictures with a `.txt` caption beside each; needs encoders.
+        cache: a folder of encoded samples.
+        encoders: `demo` for the demonstration codec and text encoder.
+        resolution: pictures are cropped to buckets of about resolution² pixels.
+    """
+
+    pictures: str = ""
+    cache: str = ""
+    encoders: str = ""
+    resolution: int = 1024
+
+    def __post_init__(self) -> None:
+        _at_least("resolution", self.resolution, 16)
+        if self.encoders:
+            _one_of("encoders", self.encoders, ("demo",))
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """How it is trained.
+
+    Attributes:
+        steps: optimiser steps.
+        batch_size: pictures in one forward pass.
+        accumulation: forward passes in one optimiser step.
+        learning_rate: of AdamW, after `warmup_steps` of linear warm-up, constant.
+        weight_decay: of AdamW, decoupled.
+        max_grad_norm: gradients are scaled down to this norm; 0 leaves them.
+        timesteps: distribution of the noise level.
+        checkpointing: recompute activations block by block.
+        seed: of every random draw of the run.
+        save_dtype: dtype of A and B in the file; alpha is always fp32.
+    """
+
+    steps: int = 1500
+    batch_size: int = 1
+    accumulation: int = 1
+    learning_rate: float = 1e-4
+    warmup_steps: int = 20
+    weight_decay: float = 1e-4
+    max_grad_norm: float = 1.0
+    timesteps: str = "family"
+    checkpointing: bool = True
+    seed: int = 0
+    save_dtype: str = "fp32"
+
+    def __post_init__(self) -> None:
+        _at_least("steps", self.steps, 1)
+        _at_least("batch_size", self.batch_size, 1)
+        _at_least("accumulation", self.accumulation, 1)
+        _at_least("learning_rate", self.learning_rate, 0)
+        _at_least("warmup_steps", self.warmup_steps, 0)
+        _at_least("weight_decay", self.weight_decay, 0)
+        _at_least("max_grad_norm", self.max_grad_norm, 0)
+        _at_least("seed", self.seed, 0)
+        _one_of("timesteps", self.timesteps, DISTRIBUTIONS)
+        _one_of("save_dtype", self.save_dtype, SAVE_DTYPES)
+
+
+@dataclass(frozen=True)
+class PreviewSettings:
+    """Pictures sampled before and after the run.
+
+    Attributes:
+        prompts: one picture each.
+        seed: of the first prompt's noise; the next prompts count on from it.
+        steps: Euler steps; 0 for the family's own number.
+        guidance: the usual CFG scale; 1 samples without guidance.
+    """
+
+    prompts: tuple[str, ...] = ()
+    seed: int = 0
+    steps: int = 0
+    guidance: float = 4.0
+
+    def __post_init__(self) -> None:
+        _at_least("preview.steps", self.steps, 0)
+        _at_least("preview.guidance", self.guidance, 0)
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Everything about a run.
+
+    Attributes:
+        output: the run's folder, which must not hold a run yet.
+        name: of the adapter and of its file; the folder's name by default.
+    """
+
+    output: str = ""
+    name: str = ""
+    model: ModelSettings = field(default_factory=ModelSettings)
+    dataset: DatasetSettings = field(default_factory=DatasetSettings)
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    preview: PreviewSettings = field(default_factory=PreviewSettings)
+
+
+def read_settings(path: str | Path) -> RunSettings:
+    """Settings from a TOML file whose tables are `model`, `dataset`, `lora`, `train` and `preview`.
+
+    Paths in it are relative to the file's folder.
+
+    Raises:
+        SettingsError: no such file, no TOML, an unknown setting, or a value of the wrong type or range.
+    """
+    path = Path(path)
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read ({error.strerror})") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} is not TOML: {error}") from error
+    settings = _build(RunSettings, values, "")
+    here = path.parent
+    model, dataset = settings.model, settings.dataset
+    return dataclasses.replace(
+        settings,
+        output=_resolved(here, settings.output or f"runs/{path.stem}"),
+        model=dataclasses.replace(model, path=_resolved(here, model.path)),
+        dataset=dataclasses.replace(
+            dataset, pictures=_resolved(here, dataset.pictures), cache=_resolved(here, dataset.cache)
+        ),
+    )
+
+
+def _resolved(folder: Path, path: str) -> str:
+    return str(folder / Path(path).expanduser()) if path else ""
+
+
+def _build(kind: type, values: dict[str, Any], where: str) -> Any:
+    known = {entry.name: entry for entry in dataclasses.fields(kind)}
+    types_of = typing.get_type_hints(kind)
+    arguments = {}
+    for name, value in values.items():
+        if name not in known:
+            place = f" in [{where}]" if where else ""
+            raise SettingsError(f"setting {name!r}{place} is not known; there are {', '.join(known)}")
+        wanted = types_of[name]
+        if dataclasses.is_dataclass(wanted) and isinstance(wanted, type):
+            if not isinstance(value, dict):
+                raise SettingsError(f"{name!r} is {value!r}; wanted a table [{name}]")
+            arguments[name] = _build(wanted, value, name)
+        else:
+            arguments[name] = _typed(f"{where}.{name}".lstrip("."), value, wanted)
+    return kind(**arguments)
+
+
+def _typed(name: str, value: Any, wanted: Any) -> Any:
+    if typing.get_origin(wanted) is tuple:
+        if not isinstance(value, list):
+            raise SettingsError(f"{name} is {value!r}; wanted a list")
+        return tuple(_typed(f"{name}[{index}]", entry, typing.get_args(wanted)[0]) for index, entry in enumerate(value))
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
+        raise SettingsError(f"{name} is {value!r}; wanted {getattr(wanted, '__name__', wanted)}")
+    return value
