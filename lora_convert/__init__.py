@@ -2,11 +2,10 @@
 
 from .canonical import Canonical, LoraModule
 from .files import atomic_file, read_state, write_state
-from .layouts import LAYOUTS, read_comfyui, write_comfyui, write_diffusers
+from .layouts import read_comfyui, write_comfyui, write_diffusers
 from .tables import TABLES, Table
 
 __all__ = [
-    "LAYOUTS",
     "TABLES",
     "Canonical",
     "LoraModule",

@@ -12,6 +12,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+# Read once, at import: the only way to read it is to set it, for all threads.
+_UMASK = os.umask(0)
+os.umask(_UMASK)
+
 
 @contextmanager
 def atomic_file(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
@@ -29,9 +33,7 @@ def atomic_file(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
     try:
         yield temporary
         # A temporary file is private to its owner; the result gets the permissions that any new file would have.
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
+        temporary.chmod(0o666 & ~_UMASK)
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)

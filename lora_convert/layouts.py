@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -69,9 +69,3 @@ def write_diffusers(modules: Canonical, family: str) -> dict[str, Tensor]:
             state[f"{stem}.lora_A.weight"] = module.down.clone()
             state[f"{stem}.lora_B.weight"] = (rows.float() * module.scale).to(rows.dtype).contiguous()
     return state
-
-
-LAYOUTS: dict[str, Callable[[Canonical, str], dict[str, Tensor]]] = {
-    "comfyui": write_comfyui,
-    "diffusers": write_diffusers,
-}

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..lora_convert import Canonical, LoraModule
 from .errors import SettingsError, some
 from .families import Family
+from .quantization import described_weights
 from .quiet import quiet_torchao
 
 with quiet_torchao():
@@ -49,8 +50,8 @@ class LoraSettings:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise SettingsError(f"rank is {self.rank}; wanted 1 or more, 16 or 32 being usual")
+        if not 1 <= self.rank <= 4096:
+            raise SettingsError(f"rank is {self.rank}; wanted 1 to 4096, 16 or 32 being usual")
         if not self.alpha > 0:
             raise SettingsError(f"alpha is {self.alpha}; wanted a positive number, the rank being usual")
         if not 0 <= self.dropout < 1:
@@ -117,7 +118,7 @@ class LoraLinear(PeftLinear):
         return self.scaling[name] * F.linear(F.linear(self.lora_dropout[name](x), down), up)
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        """Keeps PEFT from casting the master weights to the base's dtype, and from dequantising the base to ask it."""
+        """Keeps PEFT from casting the master weights to the base's dtype."""
 
 
 def inject(
@@ -140,8 +141,9 @@ def inject(
         generator: a CPU generator; the only source of the initial weights.
         dtype: dtype of the master weights.
     """
-    if not re.fullmatch(r"[\w-]+", name):
-        raise SettingsError(f"adapter name {name!r}: wanted letters, digits, _ and -")
+    if not re.fullmatch(r"[\w-]+", name) or hasattr(nn.ModuleDict, name):
+        # PEFT keeps adapters in module dictionaries, where `train` or `keys` would hide a method.
+        raise SettingsError(f"adapter name {name!r} cannot be used; wanted letters, digits, _ and -, such as {name}_1")
     if name in adapter_names(model):
         raise SettingsError(f"an adapter named {name!r} is on this base already; choose another name")
     before = _state(model)
@@ -154,7 +156,8 @@ def inject(
     )
     config._register_custom_module({nn.Linear: LoraLinear})
     # PEFT draws initial weights from torch's own generator; they are replaced below, and the generator is put back.
-    with torch.inference_mode(False), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    quiet = warnings.catch_warnings()
+    with torch.inference_mode(False), torch.random.fork_rng(devices=[]), described_weights(), quiet:
         # PEFT warns of a second adapter's shared configuration; every adapter has its own here.
         warnings.simplefilter("ignore")
         peft.inject_adapter_in_model(config, model, adapter_name=name)
@@ -172,7 +175,14 @@ def inject(
             layer.lora_B[name].weight.zero_()
     for layer in layers.values():
         layer.set_adapter([], inference_mode=True)
+        layer.lora_dropout[name].eval()
     _restore(before)
+
+
+def linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """Every Linear of the bare model by official name: the adapters' own are left out, adapted ones are in."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {name.removesuffix(".base_layer"): module for name, module in found.items() if ".lora_" not in name}
 
 
 def _device_of(module: nn.Module) -> torch.device:
@@ -203,6 +213,8 @@ def parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
 def active(model: nn.Module, name: str | None, train: bool = False) -> Iterator[None]:
     """Makes one adapter active, or with None the bare base, and trainable if asked; the rest is off and frozen.
 
+    Dropout acts while the adapter is trained, and only then.
+
     At the end everything is as it was, also after an exception.
     """
     layers = _layers(model)
@@ -216,6 +228,8 @@ def active(model: nn.Module, name: str | None, train: bool = False) -> Iterator[
         for parameter, _ in before.flags:
             parameter.requires_grad_(False)
         if name is not None and train:
+            for layer in adapted(model, name).values():
+                layer.lora_dropout[name].train()
             for parameter in parameters(model, name):
                 parameter.requires_grad_(True)
         yield
@@ -228,12 +242,14 @@ class _State(NamedTuple):
 
     layers: list[tuple[LoraLinear, list[str], bool]]
     flags: list[tuple[nn.Parameter, bool]]
+    dropouts: list[tuple[nn.Module, bool]]
 
 
 def _state(model: nn.Module) -> _State:
     layers = [(layer, list(layer.active_adapters), layer.disable_adapters) for layer in _layers(model).values()]
     flags = [(p, p.requires_grad) for name in adapter_names(model) for p in parameters(model, name)]
-    return _State(layers, flags)
+    dropouts = [(d, d.training) for layer in _layers(model).values() for d in layer.lora_dropout.values()]
+    return _State(layers, flags, dropouts)
 
 
 def _restore(state: _State) -> None:
@@ -242,6 +258,8 @@ def _restore(state: _State) -> None:
         layer._active_adapter = names
     for parameter, flag in state.flags:
         parameter.requires_grad_(flag)
+    for dropout, flag in state.dropouts:
+        dropout.train(flag)
 
 
 def to_canonical(model: nn.Module, name: str) -> Canonical:
@@ -257,7 +275,10 @@ def remove(model: nn.Module, name: str) -> None:
     """Takes the adapter off the base and frees its weights; layers without any adapter become plain Linears again."""
     for module, layer in list(_layers(model).items()):
         if name in layer.lora_A:
+            # PEFT would activate and train another adapter in place of an active one that goes.
+            layer._active_adapter = [other for other in layer.active_adapters if other != name]
             layer.delete_adapter(name)
         if not layer.lora_A:
             owner, _, leaf = module.rpartition(".")
             setattr(model.get_submodule(owner), leaf, layer.base_layer)
+    model.peft_config.pop(name, None)  # type: ignore[operator, union-attr]  # PEFT's note of what it injected

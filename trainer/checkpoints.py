@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .errors import (
@@ -95,27 +95,28 @@ def open_model_file(path: str | Path) -> ModelFile:
     header = read_header(path)
     metadata = header.pop("__metadata__", {})
     entries = {key: (str(value["dtype"]), tuple(value["shape"])) for key, value in header.items()}
-    keys, notes = _own_keys(entries)
+    keys, notes = _own_keys(path, entries)
     family = _family(path, keys)
     markers = _format_markers(path, keys, metadata)
 
-    found: dict[str, dict[int | None, str]] = {}
-    for key in keys:
-        if not _is_auxiliary(key):
-            name, third = family.official_name(key)
-            found.setdefault(name, {})[third] = key
+    found = _by_official_name(path, family, keys)
     shapes, misfits = _official_shapes({key: entries[full][1] for key, full in keys.items()}, found)
     config = _config(path, family, shapes)
     with torch.device("meta"):
         wanted = {name: tuple(value.shape) for name, value in family.build(config).named_parameters()}
     _compare(path, family, shapes, wanted, misfits)
 
+    scale_keys = {full for key, full in keys.items() if key.rpartition(".")[2] in WEIGHT_SCALES}
     parts = {}
     for name in wanted:
         members = found[name]
         # A stable order: the thirds of a split weight one after the other.
         ordered = [members[third] for third in sorted(members, key=lambda third: third or 0)]
-        parts[name] = tuple(_part(path, key, keys, entries, markers) for key in ordered)
+        parts[name] = tuple(_part(path, key, keys, entries, bool(markers or scale_keys)) for key in ordered)
+    idle = scale_keys - {part.scale_key for group in parts.values() for part in group}
+    if idle:
+        raise UnexpectedKeysError(f"{path.name} has scales that belong to no weight: {some(sorted(idle))}")
+    _try_to_open(path)
     return ModelFile(path, family, config, parts, wanted, notes)
 
 
@@ -142,9 +143,11 @@ def read_header(path: Path) -> dict[str, Any]:
         file.seek(8)
         try:
             header = json.loads(file.read(length))
-        except ValueError as error:
+            entries = [entry for key, entry in header.items() if key != "__metadata__"]
+            end = max((int(entry["data_offsets"][1]) for entry in entries), default=0)
+            assert all(isinstance(entry["dtype"], str) and isinstance(entry["shape"], list) for entry in entries)
+        except (ValueError, KeyError, TypeError, IndexError, AssertionError) as error:
             raise NotAModelFileError(f"{path.name}: the safetensors header is damaged ({error})") from error
-    end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
     if 8 + length + end > size:
         raise TruncatedFileError(
             f"{path.name} is truncated: its header promises {8 + length + end} bytes, it has {size}; download it again"
@@ -165,7 +168,7 @@ def _not_safetensors(path: Path, start: bytes, size: int) -> CheckpointError:
     )
 
 
-def _own_keys(entries: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+def _own_keys(path: Path, entries: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
     """Key without prefix → key in the file, and notes of what an all-in-one file holds beside the transformer."""
     for prefix in PREFIXES:
         inside = {key.removeprefix(prefix): key for key in entries if key.startswith(prefix)}
@@ -174,6 +177,9 @@ def _own_keys(entries: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
             companions = [key for key in outside if key.startswith(COMPANIONS)]
             # Anything else is neither transformer nor companion: it is kept, and will be found unexpected.
             strangers = {key: key for key in outside if key not in set(companions)}
+            twice = sorted(inside.keys() & strangers.keys())
+            if twice:
+                raise UnexpectedKeysError(f"{path.name} has keys both with and without {prefix!r}: {some(twice)}")
             notes = [f"left aside {len(companions)} tensors of the VAE and text encoder"] if companions else []
             return {**inside, **strangers}, notes
     return {key: key for key in entries}, []
@@ -181,6 +187,19 @@ def _own_keys(entries: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
 
 def _is_auxiliary(key: str) -> bool:
     return key.rpartition(".")[2] in (*WEIGHT_SCALES, *ACTIVATION_SCALES, "comfy_quant", "scaled_fp8")
+
+
+def _by_official_name(path: Path, family: Family, keys: Mapping[str, str]) -> dict[str, dict[int | None, str]]:
+    """Official name → member of a fused parameter (None where it is stored whole) → key."""
+    found: dict[str, dict[int | None, str]] = {}
+    for key in keys:
+        if not _is_auxiliary(key):
+            name, member = family.official_name(key)
+            members = found.setdefault(name, {})
+            if member in members:
+                raise UnexpectedKeysError(f"{path.name} has {name} twice: as {members[member]} and as {key}")
+            members[member] = key
+    return found
 
 
 def _family(path: Path, keys: Mapping[str, str]) -> Family:
@@ -203,7 +222,7 @@ def _family(path: Path, keys: Mapping[str, str]) -> Family:
 def _official_shapes(
     stored: Mapping[str, Shape], found: Mapping[str, Mapping[int | None, str]]
 ) -> tuple[dict[str, Shape], list[str]]:
-    """Shape of each official parameter, and the fused parameters of which a member is missing or doubled."""
+    """Shape of each official parameter, and the fused parameters whose members are not all there or do not match."""
     shapes: dict[str, Shape] = {}
     misfits = []
     for name, members in found.items():
@@ -211,7 +230,10 @@ def _official_shapes(
             shapes[name] = stored[members[None]]
         elif set(members) == {0, 1, 2}:
             rows = [stored[members[third]] for third in (0, 1, 2)]
-            shapes[name] = (sum(shape[0] for shape in rows), *rows[0][1:])
+            if len(set(rows)) > 1:
+                misfits.append(f"{name} (its members are {some([str(list(shape)) for shape in rows])})")
+            else:
+                shapes[name] = (3 * rows[0][0], *rows[0][1:])
         else:
             misfits.append(f"{name} (from {some(sorted(members.values()))})")
     return shapes, misfits
@@ -224,7 +246,7 @@ def _config(path: Path, family: Family, shapes: Mapping[str, Shape]) -> Any:
         raise MissingKeysError(
             f"{path.name} looks like {family.title} but has no {error.args[0]}; it is not the whole model"
         ) from error
-    except (ValueError, ZeroDivisionError) as error:
+    except (ValueError, IndexError, ZeroDivisionError) as error:
         raise MisshapedKeysError(f"{path.name} looks like {family.title} but its shapes do not fit: {error}") from error
 
 
@@ -263,16 +285,22 @@ def _format_markers(path: Path, keys: Mapping[str, str], metadata: Mapping[str, 
     """Layer → quantisation format, from every marker that the file has; `scaled_fp8` marks the whole file as ''."""
     markers: dict[str, str] = {}
     if "_quantization_metadata" in metadata:
-        layers = json.loads(metadata["_quantization_metadata"]).get("layers", {})
-        for layer, settings in layers.items():
+        try:
+            layers = json.loads(metadata["_quantization_metadata"])["layers"]
+            formats = {layer: settings["format"] for layer, settings in layers.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UnreadableFormatError(f"{path.name}: _quantization_metadata in its header is damaged") from error
+        for layer, format in formats.items():
             short = next((layer.removeprefix(prefix) for prefix in PREFIXES if layer.startswith(prefix)), layer)
-            markers[short] = settings.get("format", "?")
+            markers[short] = format
     marked = [key for key in keys if key.endswith(".comfy_quant")]
     if marked:
         with safe_open(path, framework="pt") as file:
             for key in marked:
-                settings = json.loads(bytes(file.get_tensor(keys[key]).tolist()))
-                markers[key.removesuffix(".comfy_quant")] = settings.get("format", "?")
+                try:
+                    markers[key.removesuffix(".comfy_quant")] = json.loads(_bytes(file, keys[key]))["format"]
+                except (ValueError, KeyError, TypeError) as error:
+                    raise UnreadableFormatError(f"{path.name}: {keys[key]} is damaged") from error
     if "scaled_fp8" in keys:
         markers[""] = "float8_e4m3fn"
     unreadable = {format for format in markers.values() if format not in FLOAT8.values()}
@@ -289,7 +317,7 @@ def _part(
     key: str,
     keys: Mapping[str, str],
     entries: Mapping[str, tuple[str, Shape]],
-    markers: Mapping[str, str],
+    stores_scales: bool,
 ) -> Part:
     dtype, shape = entries[keys[key]]
     layer = key.rpartition(".")[0]
@@ -297,7 +325,7 @@ def _part(
     if not key.endswith(".weight"):
         scales = []
     if dtype in FLOAT8:
-        if not scales and markers:
+        if not scales and stores_scales:
             raise UnreadableFormatError(
                 f"{path.name}: {key} is fp8 in a file that stores scales, but its own scale is not there; "
                 "reading it without would train on wrong weights"
@@ -314,9 +342,22 @@ def _part(
     return Part(keys[key], scales[0])
 
 
+def _bytes(file: Any, key: str) -> bytes:
+    return bytes(file.get_tensor(key).flatten().tolist())
+
+
+def _try_to_open(path: Path) -> None:
+    """Lets safetensors check what the checks above do not, before anything is loaded."""
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise NotAModelFileError(f"{path.name} is damaged ({error}); download it again") from error
+
+
 def _scaled(file: Any, part: Part) -> Tensor:
     tensor = file.get_tensor(part.key)
     if part.scale_key is None:
         return tensor.float() if tensor.dtype.itemsize == 1 else tensor
     scale = file.get_tensor(part.scale_key).float()
-    return tensor.float() * (scale.reshape(()) if scale.numel() == 1 else scale.reshape(-1, 1))
+    return tensor.to(torch.float32, copy=True).mul_(scale.reshape(()) if scale.numel() == 1 else scale.reshape(-1, 1))

@@ -22,7 +22,7 @@ from ..lora_convert import read_state, write_state
 from .errors import DatasetError, some
 from .families import Family
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+PICTURES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".gif")
 SAMPLE_FORMAT = "graft-sample-1"
 
 EncodePicture = Callable[[Tensor], Tensor]
@@ -74,7 +74,7 @@ def read_folder(folder: str | Path) -> list[CaptionedPicture]:
     """Opens and decodes every picture of a folder and reads the caption beside it (`name.txt`).
 
     Raises:
-        DatasetError: no folder, no pictures, or the names of all that are bad or lack a caption.
+        DatasetError: no folder, no pictures, or the names of all that are bad, lack a caption or would be left out.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -82,26 +82,47 @@ def read_folder(folder: str | Path) -> list[CaptionedPicture]:
     paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURES)
     if not paths:
         raise DatasetError(f"{folder} holds no picture ({', '.join(PICTURES)})")
-    pictures, faults = [], []
+    pictures, faults = [], _left_out(folder, paths)
     for path in paths:
         caption = path.with_suffix(".txt")
         if not caption.is_file():
             faults.append(f"{path.name} has no caption {caption.name}")
             continue
         try:
-            size = _open(path).size
-            pictures.append(CaptionedPicture(path, caption.read_text(encoding="utf-8").strip(), size))
-        except (OSError, ValueError, SyntaxError, UnicodeDecodeError) as error:
+            text = caption.read_text(encoding="utf-8-sig").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            faults.append(f"{caption.name} cannot be read as UTF-8 text ({error})")
+            continue
+        try:
+            pictures.append(CaptionedPicture(path, text, _open(path).size))
+        except Exception as error:  # Pillow's readers raise whatever their formats' parsers do
             faults.append(f"{path.name} cannot be read ({error})")
     if faults:
         raise DatasetError(f"{folder}: {some(faults, 5)}; mend or remove them")
     return pictures
 
 
+def _left_out(folder: Path, paths: Sequence[Path]) -> list[str]:
+    """What looks meant for training and would be left out: pictures of other kinds or in subfolders, idle captions."""
+    taken = set(paths)
+    stems = {path.stem for path in paths}
+    faults = []
+    for path in sorted(folder.iterdir()):
+        kind = path.suffix.lower()
+        if path.is_dir() and any(entry.suffix.lower() in PICTURES for entry in path.iterdir()):
+            faults.append(f"the subfolder {path.name} holds pictures, which are not read: move them up")
+        elif path.is_file() and path not in taken and kind in Image.registered_extensions():
+            faults.append(f"{path.name} is a picture of a kind that is not read ({', '.join(PICTURES)})")
+        elif kind == ".txt" and path.stem not in stems:
+            faults.append(f"{path.name} is the caption of no picture")
+    return faults
+
+
 def _open(path: Path) -> Image.Image:
     """A picture, upright, in RGB. Decodes all of it, so that a damaged file is found here."""
     with Image.open(path) as file:
-        if getattr(file, "n_frames", 1) > 1:
+        # A phone's JPEG may carry a second, smaller frame (MPO): the first is the picture.
+        if getattr(file, "n_frames", 1) > 1 and file.format != "MPO":
             raise ValueError("it is animated")
         image = ImageOps.exif_transpose(file)
         if image.mode.startswith("I") or image.mode == "F":
@@ -137,6 +158,7 @@ def to_pixels(picture: CaptionedPicture, size: tuple[int, int]) -> Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 127.5 - 1
 
 
+@torch.no_grad()
 def encode_folder(
     pictures: Sequence[CaptionedPicture],
     family: Family,
@@ -151,7 +173,11 @@ def encode_folder(
     samples = []
     for picture in pictures:
         latents = encode_picture(to_pixels(picture, bucket(picture.size, resolution, multiple)))[0]
-        samples.append(Sample(picture.path.name, picture.caption, latents, encode_text(picture.caption)))
+        conditioning = encode_text(picture.caption)
+        # Under ComfyUI's inference mode an encoder gives tensors that cannot be trained on; copies made outside can.
+        with torch.inference_mode(False):
+            latents, conditioning = latents.clone(), conditioning.clone()
+        samples.append(Sample(picture.path.name, picture.caption, latents.detach(), conditioning.detach()))
     return samples
 
 
@@ -200,7 +226,8 @@ def read_samples(folder: str | Path, family: Family, width: int) -> list[Sample]
 
 
 def _sample_fault(tensors: dict[str, Tensor], metadata: dict[str, str], family: Family, width: int) -> str | None:
-    if metadata.get("format") != SAMPLE_FORMAT or set(tensors) != {"latents", "conditioning"}:
+    complete = {"name", "caption"} <= metadata.keys() and set(tensors) == {"latents", "conditioning"}
+    if metadata.get("format") != SAMPLE_FORMAT or not complete:
         return f"is no encoded sample ({SAMPLE_FORMAT})"
     if metadata.get("family") != family.name:
         return f"was encoded for {metadata.get('family')}, the base is {family.title}"
@@ -209,7 +236,7 @@ def _sample_fault(tensors: dict[str, Tensor], metadata: dict[str, str], family: 
         return f"has latents {list(latents.shape)}, wanted [{family.latent_channels}, h, w]"
     if any(side % family.latent_multiple for side in latents.shape[1:]):
         return f"has latents {list(latents.shape)}, wanted sides that are multiples of {family.latent_multiple}"
-    if conditioning.ndim != 2 or conditioning.shape[1] != width:
+    if conditioning.ndim != 2 or conditioning.shape[1] != width or not len(conditioning):
         return f"has conditioning {list(conditioning.shape)}, the base wants [tokens, {width}]: another text encoder?"
     if not (latents.isfinite().all() and conditioning.isfinite().all()):
         return "has values that are not finite: encode it again"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -59,9 +60,7 @@ class TrainSession:
         self.train = train
         self.name = name
         self.generator = torch.Generator().manual_seed(train.seed)
-        # The Linears of the bare base: other runs' adapters on it are no targets.
-        linears = {n.removesuffix(".base_layer"): m for n, m in base_linears(base).items()}
-        self.targets = adapters.resolve_targets(base.family, linears, lora)
+        self.targets = adapters.resolve_targets(base.family, adapters.linears(base.model), lora)
         adapters.inject(base.model, name, lora, self.targets, self.generator)
         self.parameters = adapters.parameters(base.model, name)
         self.device = self.parameters[0].device
@@ -76,6 +75,8 @@ class TrainSession:
             # ComfyUI runs nodes under inference mode, in which nothing can be saved for backward.
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
+            # The forward is free of autocast by itself; the backward, which recomputes, is so by this.
+            stack.enter_context(torch.autocast(self.device.type, enabled=False))
             stack.enter_context(attention.training_backends())
             stack.enter_context(adapters.active(self.base.model, self.name, train=True))
             if self.train.checkpointing:
@@ -87,6 +88,7 @@ class TrainSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._open is not None
+        self.optimizer.zero_grad()
         self._open.__exit__(kind, error, trace)
         self._open = None
 
@@ -103,6 +105,8 @@ class TrainSession:
         """
         assert self._open is not None, "open the session first: with TrainSession(...) as session"
         started = time.perf_counter()
+        # What a step that failed half-way left behind must not be added to.
+        self.optimizer.zero_grad()
         groups = [next(self.batches) for _ in range(self.train.accumulation)]
         pictures = sum(len(group) for group in groups)
         total = 0.0
@@ -112,7 +116,6 @@ class TrainSession:
             loss.backward()
             total += loss.item()
             if not torch.isfinite(loss):
-                self.optimizer.zero_grad()
                 raise TrainingError(
                     f"the loss became {loss.item()} in step {self.done + 1} on {some(list(batch.names))}; "
                     "a lower learning rate or fp32 compute usually mends it"
@@ -148,8 +151,7 @@ class TrainSession:
         """Clips the gradient to `max_grad_norm` and returns its norm before that."""
         limit = self.train.max_grad_norm or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit).item()
-        if not torch.isfinite(torch.tensor(norm)):
-            self.optimizer.zero_grad()
+        if not math.isfinite(norm):
             raise TrainingError(
                 f"the gradient became {norm} in step {self.done + 1}; a lower learning rate or fp32 compute "
                 "usually mends it"
@@ -161,13 +163,25 @@ class TrainSession:
         warmup = self.train.warmup_steps
         return self.train.learning_rate * (min(1.0, (step + 1) / warmup) if warmup else 1.0)
 
+    def try_saving(self, folder: Path) -> None:
+        """Writes the LoRA once, reads it back and removes it: a save that cannot work is better known before step 1."""
+        path = folder / f".{self.name}.trial.safetensors"
+        try:
+            self._write(path, overwrite=True)
+        finally:
+            path.unlink(missing_ok=True)
+
     def save(self, path: str | Path, overwrite: bool = False) -> None:
         """Writes the LoRA in ComfyUI's layout, atomically, then reads it back and compares.
 
         Raises:
             FileExistsError: the file exists and overwriting was not asked for.
-            TrainingError: what stands in the file is not what was trained.
+            TrainingError: a weight is not finite, or what stands in the file is not what was trained.
         """
+        self.check_finite()
+        self._write(Path(path), overwrite)
+
+    def _write(self, path: Path, overwrite: bool) -> None:
         dtype = SAVE_DTYPES[self.train.save_dtype]
         trained = adapters.to_canonical(self.base.model, self.name)
         state = write_comfyui(trained, self.base.family.name)
@@ -206,8 +220,8 @@ class TrainSession:
             ),
         }
 
-    def check_trained(self) -> None:
-        """After the run: every weight finite, every B changed from zero.
+    def check_finite(self) -> None:
+        """Every weight is finite.
 
         Raises:
             TrainingError: the modules for which that does not hold.
@@ -215,18 +229,20 @@ class TrainSession:
         trained = adapters.to_canonical(self.base.model, self.name)
         broken = [n for n, m in trained.items() if not (m.down.isfinite().all() and m.up.isfinite().all())]
         if broken:
-            raise TrainingError(f"{len(broken)} modules have weights that are not finite: {some(broken)}")
+            raise TrainingError(
+                f"{len(broken)} modules have weights that are not finite: {some(broken)}; lower the learning rate"
+            )
+
+    def check_trained(self) -> None:
+        """After the run: every weight finite, every B changed from zero.
+
+        Raises:
+            TrainingError: the modules for which that does not hold.
+        """
+        self.check_finite()
+        trained = adapters.to_canonical(self.base.model, self.name)
         untrained = [n for n, m in trained.items() if not m.up.any()]
         if untrained:
             raise TrainingError(
                 f"{len(untrained)} of {len(trained)} modules learned nothing (B is still zero): {some(untrained)}"
             )
-
-
-def base_linears(base: Base) -> dict[str, torch.nn.Linear]:
-    """Every Linear of the base by name, without those of adapters."""
-    return {
-        name: module
-        for name, module in base.model.named_modules()
-        if isinstance(module, torch.nn.Linear) and ".lora_" not in name
-    }

@@ -24,14 +24,17 @@ def checkpointed(blocks: Iterable[nn.Module]) -> Iterator[None]:
     Must stay open until the backward pass has ended. Without gradients the blocks run as they are.
     """
     blocks = list(blocks)
+    before = [block.__dict__.get("forward") for block in blocks]
     try:
         for block in blocks:
             # An instance attribute hides the class's method; deleting it brings the method back.
             block.forward = functools.partial(_recomputing, block.forward)
         yield
     finally:
-        for block in blocks:
+        for block, former in zip(blocks, before, strict=True):
             block.__dict__.pop("forward", None)
+            if former is not None:
+                block.forward = former
 
 
 def _recomputing(forward: Any, *args: Any) -> Any:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import torch
@@ -60,7 +62,7 @@ class _PerRow(Format):
     """8-bit data and one fp32 scale per output row (out, 1)."""
 
     def dequantize(self, buffers: Buffers, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        # 8-bit data are exact in bf16; the in-place product is formed in fp32 and rounded once, without an fp32 copy.
+        # 8-bit data are exact in bf16; the in-place product is formed in fp32 and rounded once.
         return buffers["data"].to(dtype).mul_(buffers["scale"])
 
 
@@ -100,7 +102,7 @@ class NF4(Format):
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         with quiet_torchao():
-            from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+            from torchao.quantization import to_nf4
         if weight.numel() % self.block:
             raise ValueError(f"nf4 stores blocks of {self.block} weights, got {weight.numel()}")
         # The published models divide by 256 blocks; a smaller weight takes the largest divisor that it has.
@@ -142,6 +144,22 @@ def format_of(precision: str) -> Format:
     return FORMATS[precision]
 
 
+_DESCRIBED: ContextVar[bool] = ContextVar("described", default=False)
+
+
+@contextmanager
+def described_weights() -> Iterator[None]:
+    """While it lasts, `FrozenLinear.weight` has its shape and device but no data, for callers that ask for no more.
+
+    PEFT reads it 19 times for each layer that it adapts, and each read would dequantise.
+    """
+    token = _DESCRIBED.set(True)
+    try:
+        yield
+    finally:
+        _DESCRIBED.reset(token)
+
+
 # --- the layer -------------------------------------------------------------------------------------------------------
 
 
@@ -169,9 +187,11 @@ class FrozenLinear(nn.Linear):
         if tuple(weight.shape) != (self.out_features, self.in_features):
             raise ValueError(f"weight is {tuple(weight.shape)}, layer is {(self.out_features, self.in_features)}")
         with torch.inference_mode(False):
-            source = weight.detach().to(device)
-            dense = isinstance(format, Dense)
-            stored = format.quantize(source.clone() if dense else source.float().clone())
+            # A dense weight is copied, so that none is shared with the caller; a quantised one is new anyway.
+            if isinstance(format, Dense):
+                stored = {"data": weight.detach().to(device, format.dtype, copy=True)}
+            else:
+                stored = format.quantize(weight.detach().to(device, torch.float32))
         self.format = format
         for name in format.buffers:
             self.register_buffer(name, stored[name].contiguous())
@@ -184,9 +204,9 @@ class FrozenLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        if self.format is None:
-            # Before loading, and for whoever only asks for dtype and device.
-            return torch.empty(self.out_features, self.in_features, device="meta")
+        if self.format is None or _DESCRIBED.get():
+            device = "meta" if self.format is None else self.get_buffer("data").device
+            return torch.empty((), device=device).expand(self.out_features, self.in_features)
         return self.dequantized(torch.float32 if not isinstance(self.format, Dense) else self.format.dtype)
 
     @torch.no_grad()
@@ -249,8 +269,7 @@ def replace_linears(model: nn.Module, make: Callable[[str, nn.Linear], nn.Linear
     for name, module in list(model.named_modules()):
         for child_name, child in list(module.named_children()):
             path = f"{name}.{child_name}".lstrip(".")
-            adapter = ".lora_A." in f".{path}." or ".lora_B." in f".{path}."
-            if isinstance(child, nn.Linear) and not adapter and not hasattr(child, "base_layer"):
+            if isinstance(child, nn.Linear) and ".lora_" not in path:
                 setattr(module, child_name, make(path.removesuffix(".base_layer"), child))
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -18,7 +23,6 @@ from .base_model import Base, load_base
 from .checkpoints import ModelFile, open_model_file
 from .dataset import EncodePicture, EncodeText, Sample, encode_folder, read_folder, read_samples
 from .errors import DatasetError, SettingsError
-from .families import linear_modules
 from .loop import TrainSession
 from .plots import loss_plot, preview_grid
 from .sampling import sample
@@ -29,7 +33,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Encoders:
-    """What turns pictures and words into the family's latents and conditioning, and latents back into pictures."""
+    """What turns pictures and words into the family's latents and conditioning, and latents back into pictures.
+
+    Everything that they are given is on the CPU.
+    """
 
     picture: EncodePicture
     text: EncodeText
@@ -60,27 +67,62 @@ def check(settings: RunSettings, encoders: Encoders | None) -> ModelFile:
             if not dataset.pictures
             else "give [dataset] pictures or cache, not both"
         )
-    if dataset.pictures and encoders is None:
+    if encoders is None and (dataset.pictures or settings.preview.prompts):
+        what = "pictures" if dataset.pictures else "previews"
         raise SettingsError(
-            'pictures need encoders: give [dataset] encoders = "demo" with the demonstration base, or a cache of '
-            "encoded samples"
+            f'{what} need encoders: give [dataset] encoders = "demo" with the demonstration base, or a cache of '
+            "encoded samples and no preview prompts"
         )
     if not settings.model.path:
         raise SettingsError("the base is missing: give [model] path, or family with the demonstration parts")
-    folder = Path(settings.output)
-    if not settings.output:
-        raise SettingsError("the output folder is missing: give output")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise SettingsError(f"{folder} exists and is not empty; choose another output, nothing there is overwritten")
-    if settings.model.device.startswith("cuda") and not torch.cuda.is_available():
-        raise SettingsError(f'device is {settings.model.device!r}, but torch sees no CUDA device; use device = "cpu"')
+    check_output(settings)
+    check_device(settings.model.device)
     file = open_model_file(settings.model.path)
     if settings.model.family not in ("", file.family.name):
         raise SettingsError(f"{file.path.name} is {file.family.title}, but family is {settings.model.family!r}")
+    width = file.family.conditioning_width(file.config)
+    if encoders is not None and (found := encoders.text("").shape[-1]) != width:
+        raise DatasetError(
+            f"the text encoder gives {found} features per token, {file.path.name} wants {width}; "
+            "the demonstration encoders fit the demonstration bases only"
+        )
     with torch.device("meta"):
-        linears = linear_modules(file.family.build(file.config))
+        linears = adapters.linears(file.family.build(file.config))
     resolve_targets(file.family, linears, settings.lora)
     return file
+
+
+def check_output(settings: RunSettings) -> None:
+    """The run's folder is empty or can be made, and its name can be a file's."""
+    if not settings.output:
+        raise SettingsError("the output folder is missing: give output")
+    folder = Path(settings.output).resolve()
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise SettingsError(f"{folder} exists and is not empty; choose another, nothing there is overwritten")
+        standing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    except OSError as error:
+        raise SettingsError(f"the output folder {folder} cannot be used ({error.strerror})") from error
+    if not standing.is_dir() or not os.access(standing, os.W_OK):
+        raise SettingsError(
+            f"the output folder {folder} cannot be made: {standing} is no folder that can be written to"
+        )
+    name = settings.name or folder.name
+    if not name or name != Path(name).name or name in (".", "..") or len(name) > 100:
+        raise SettingsError(f"name {name!r} cannot be a file's name; give a short one without folders")
+
+
+def check_device(device: str) -> None:
+    if not device:
+        return
+    try:
+        kind = torch.device(device)
+    except RuntimeError as error:
+        raise SettingsError(f"device {device!r} is not known; use cpu, cuda or cuda:0") from error
+    if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
+        raise SettingsError(
+            f'device is {device!r}, but torch sees {torch.cuda.device_count()} CUDA devices; use device = "cpu"'
+        )
 
 
 def read_dataset(settings: RunSettings, file: ModelFile, encoders: Encoders | None) -> list[Sample]:
@@ -90,12 +132,6 @@ def read_dataset(settings: RunSettings, file: ModelFile, encoders: Encoders | No
         return read_samples(settings.dataset.cache, file.family, width)
     assert encoders is not None
     pictures = read_folder(settings.dataset.pictures)
-    found = encoders.text("").shape[-1]
-    if found != width:
-        raise DatasetError(
-            f"the text encoder gives {found} features per token, {file.path.name} wants {width}; "
-            "the demonstration encoders fit the demonstration bases only"
-        )
     return encode_folder(pictures, file.family, settings.dataset.resolution, encoders.picture, encoders.text)
 
 
@@ -118,7 +154,7 @@ def run(settings: RunSettings, encoders: Encoders | None = None, say: Say = prin
     for note in base.notes:
         say(note)
 
-    folder = Path(settings.output)
+    folder = Path(settings.output).resolve()
     name = settings.name or folder.name
     session = TrainSession(base, samples, settings.lora, settings.train, adapter_name(name))
     say(f"rank {settings.lora.rank} on {len(session.targets)} Linears: {_count(session.parameters):,} parameters")
@@ -126,14 +162,13 @@ def run(settings: RunSettings, encoders: Encoders | None = None, say: Say = prin
     lora = folder / f"{name}.safetensors"
     with atomic_file(folder / "config.json") as temporary:
         temporary.write_text(json.dumps(asdict(settings), indent=1), encoding="utf-8")
-    # The save path is tried before the first step, so that it cannot fail after the last.
-    session.save(lora)
+    session.try_saving(folder)
 
     shape = samples[0].latents.shape
     rows = {"base": preview(base, None, settings, encoders, shape)}
-    losses = train(session, folder / "log.jsonl")
-    session.save(lora, overwrite=True)
+    losses = train(session, folder / "log.jsonl", say)
     session.check_trained()
+    session.save(lora)
     loss_plot(folder / "loss.png", losses, f"{name} on {file.path.name}")
     if encoders is not None and settings.preview.prompts:
         rows["with LoRA"] = preview(base, session.name, settings, encoders, shape)
@@ -141,17 +176,44 @@ def run(settings: RunSettings, encoders: Encoders | None = None, say: Say = prin
     return RunResult(folder, lora, base, session.name, tuple(losses))
 
 
-def train(session: TrainSession, log: Path) -> list[float]:
-    """Runs the session to its end, writing one line per step."""
+def train(session: TrainSession, log: Path, say: Say) -> list[float]:
+    """Runs the session to its end, or until it is stopped, writing one line per step.
+
+    Ctrl-C finishes the step and ends the training early, with its results; a second Ctrl-C ends it at once.
+    """
     losses: list[float] = []
-    with session, log.open("a", encoding="utf-8") as lines:
+    with session, log.open("a", encoding="utf-8") as lines, stop_after_step() as stop:
         progress = tqdm(session.steps(), total=session.train.steps, unit="step", dynamic_ncols=True, mininterval=0.5)
         for entry in progress:
             lines.write(json.dumps(asdict(entry)) + "\n")
             lines.flush()
             losses.append(entry.loss)
             progress.set_postfix(loss=f"{sum(losses[-20:]) / len(losses[-20:]):.3f}", refresh=False)
+            if stop.is_set():
+                progress.close()
+                say(f"stopped after {entry.step} of {session.train.steps} steps, as asked")
+                break
     return losses
+
+
+@contextmanager
+def stop_after_step() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C sets; the handler that was there before gets the second, and is put back."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # only the main thread receives signals
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        stop.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def preview(
@@ -173,19 +235,17 @@ def preview(
                 shape,
                 torch.Generator().manual_seed(settings.preview.seed + index),
                 settings.preview.steps or None,
-                settings.preview.guidance,
+                settings.preview.guidance or None,
             )
-            pictures.append(encoders.decode(latents)[0])
+            pictures.append(encoders.decode(latents.cpu())[0])
     return pictures
 
 
 def adapter_name(name: str) -> str:
-    """A run's name with what PEFT does not take in an adapter's replaced."""
-    return "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in name)
+    """A run's name with what an adapter's name cannot hold replaced."""
+    plain = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in name)
+    return f"{plain}_" if hasattr(torch.nn.ModuleDict, plain) else plain
 
 
 def _count(parameters: Sequence[Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
-
-
-__all__ = ["Encoders", "RunResult", "check", "preview", "read_dataset", "run", "train"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ def sample(
     generator: torch.Generator,
     steps: int | None = None,
     guidance: float | None = None,
-    on_step: Callable[[int], None] | None = None,
 ) -> Tensor:
     """Draws one picture's latents.
 
@@ -33,7 +32,6 @@ def sample(
         generator: CPU generator of the initial noise.
         steps: number of Euler steps; the family's by default.
         guidance: the usual CFG scale, `uncond + guidance·(cond - uncond)`; 1 leaves the unconditional pass out.
-        on_step: called with the number of steps done.
 
     Returns:
         (1, C, h, w) fp32 latents on the model's device.
@@ -50,6 +48,4 @@ def sample(
             without = model(x, sigma_B, unconditional).float()
             velocity = without + guidance * (velocity - without)
         x = x + (sigmas[step + 1] - sigmas[step]).item() * velocity
-        if on_step is not None:
-            on_step(step + 1)
     return x

@@ -113,6 +113,8 @@ class TrainSettings:
         _at_least("weight_decay", self.weight_decay, 0)
         _at_least("max_grad_norm", self.max_grad_norm, 0)
         _at_least("seed", self.seed, 0)
+        if self.seed >= 2**63:
+            raise SettingsError(f"seed is {self.seed}; wanted less than 2^63")
         _one_of("timesteps", self.timesteps, DISTRIBUTIONS)
         _one_of("save_dtype", self.save_dtype, SAVE_DTYPES)
 
@@ -125,13 +127,13 @@ class PreviewSettings:
         prompts: one picture each.
         seed: of the first prompt's noise; the next prompts count on from it.
         steps: Euler steps; 0 for the family's own number.
-        guidance: the usual CFG scale; 1 samples without guidance.
+        guidance: the usual CFG scale, 1 for none; 0 for the family's own.
     """
 
     prompts: tuple[str, ...] = ()
     seed: int = 0
     steps: int = 0
-    guidance: float = 4.0
+    guidance: float = 0.0
 
     def __post_init__(self) -> None:
         _at_least("preview.steps", self.steps, 0)
@@ -166,7 +168,7 @@ def read_settings(path: str | Path) -> RunSettings:
     """
     path = Path(path)
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise SettingsError(f"{path} cannot be read ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import weakref
 
 import pytest
 import tiny
@@ -131,7 +132,7 @@ def test_a_plain_fp8_cast_has_no_scales_and_needs_none(tmp_path):
     assert torch.equal(found["blocks.0.attn.wq.weight"], state["blocks.0.attn.wq.weight"].float())
 
 
-@pytest.mark.parametrize("kind", ["comfy_quant", "scaled_fp8"])
+@pytest.mark.parametrize("kind", ["comfy_quant", "scaled_fp8", "no marker"])
 def test_a_missing_scale_is_an_error_that_names_the_weight(tmp_path, kind):
     state, _ = scaled_fp8(tiny.build("krea2"), True, marker="float8_e4m3fn" if kind == "comfy_quant" else None)
     if kind == "scaled_fp8":
@@ -139,6 +140,14 @@ def test_a_missing_scale_is_an_error_that_names_the_weight(tmp_path, kind):
     del state["blocks.1.mlp.up.weight_scale"]
     save_file(state, tmp_path / "a.safetensors")
     with pytest.raises(UnreadableFormatError, match=r"blocks\.1\.mlp\.up\.weight is fp8 .* its own scale is not there"):
+        open_model_file(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("key", ["blocks.7.mlp.up.weight_scale", "blocks.0.attn.qknorm.qnorm.weight_scale"])
+def test_a_scale_without_a_weight_is_an_error(tmp_path, key):
+    state, _ = scaled_fp8(tiny.build("krea2"), True)
+    save_file({**state, key: torch.ones(1)}, tmp_path / "a.safetensors")
+    with pytest.raises(UnexpectedKeysError, match=rf"scales that belong to no weight: {key}"):
         open_model_file(tmp_path / "a.safetensors")
 
 
@@ -211,6 +220,33 @@ def test_missing_member_of_a_split_qkv(tmp_path):
     del state["layers.1.attention.to_k.weight"]
     save_file(state, tmp_path / "a.safetensors")
     with pytest.raises(MissingKeysError, match=r"layers\.1\.attention\.qkv\.weight \(from layers\.1\.attention\.to_q"):
+        open_model_file(tmp_path / "a.safetensors")
+
+
+def test_members_of_a_split_qkv_that_do_not_match(tmp_path):
+    twin = tiny.diffusers_twin("ideogram4", tiny.build("ideogram4"))
+    state = {k: v.detach().contiguous() for k, v in twin.state_dict().items()}
+    state["layers.1.attention.to_q.weight"] = torch.zeros(300, 256)
+    state["layers.1.attention.to_k.weight"] = torch.zeros(212, 256)
+    save_file(state, tmp_path / "a.safetensors")
+    with pytest.raises(
+        MissingKeysError, match=r"qkv\.weight \(its members are \[300, 256\], \[212, 256\], \[256, 256\]\)"
+    ):
+        open_model_file(tmp_path / "a.safetensors")
+
+
+def test_a_parameter_under_two_names_is_an_error(tmp_path):
+    path = changed(tmp_path, lambda s: s.update({"transformer_blocks.0.attn.to_q.weight": torch.zeros(256, 256)}))
+    with pytest.raises(
+        UnexpectedKeysError, match=r"blocks\.0\.attn\.wq\.weight twice: as .* and as transformer_blocks"
+    ):
+        open_model_file(path)
+
+
+def test_a_key_with_and_without_prefix_is_an_error(tmp_path):
+    state = {f"model.diffusion_model.{k}": v.detach() for k, v in tiny.build("krea2").state_dict().items()}
+    save_file({**state, "first.bias": torch.zeros(256)}, tmp_path / "a.safetensors")
+    with pytest.raises(UnexpectedKeysError, match=r"both with and without 'model\.diffusion_model\.': first\.bias"):
         open_model_file(tmp_path / "a.safetensors")
 
 
@@ -289,11 +325,59 @@ def test_a_sound_file_of_something_else(tmp_path, key, kind):
         open_model_file(tmp_path / "other.safetensors")
 
 
-def test_a_damaged_header(tmp_path):
+@pytest.mark.parametrize(
+    "header",
+    [b"{" + b"x" * 30, b'{"a": 3}', b'{"a": {"dtype": "F32", "shape": [1]}}', b'{"a": {"data_offsets": [0, "x"]}}'],
+)
+def test_a_damaged_header(tmp_path, header):
     path = tmp_path / "a.safetensors"
-    path.write_bytes((20).to_bytes(8, "little") + b"{" + b"x" * 30)
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(NotAModelFileError, match="header is damaged"):
         open_model_file(path)
+
+
+def test_bytes_that_the_header_does_not_know_of(tmp_path):
+    path = tiny.write(tiny.build("krea2"), tmp_path / "a.safetensors")
+    path.write_bytes(path.read_bytes() + b"more")
+    with pytest.raises(NotAModelFileError, match="is damaged"):
+        open_model_file(path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"layers": {"first": 3}}'])
+def test_damaged_quantisation_marks(tmp_path, text):
+    state = {k: v.detach() for k, v in tiny.build("krea2").state_dict().items()}
+    save_file(state, tmp_path / "a.safetensors", {"_quantization_metadata": text})
+    with pytest.raises(UnreadableFormatError, match="_quantization_metadata in its header is damaged"):
+        open_model_file(tmp_path / "a.safetensors")
+    state["first.comfy_quant"] = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    save_file(state, tmp_path / "b.safetensors")
+    with pytest.raises(UnreadableFormatError, match=r"first\.comfy_quant is damaged"):
+        open_model_file(tmp_path / "b.safetensors")
+
+
+def test_a_norm_without_a_shape(tmp_path):
+    path = changed(tmp_path, lambda s: s.update({"blocks.0.attn.qknorm.qnorm.scale": torch.tensor(1.0)}))
+    with pytest.raises(MisshapedKeysError, match="its shapes do not fit"):
+        open_model_file(path)
+
+
+def test_loading_holds_one_tensor_of_the_file_at_a_time(tmp_path, monkeypatch):
+    path = tiny.write(tiny.build("krea2"), tmp_path / "base.safetensors", torch.bfloat16)
+    alive, most = [], 0
+    original = checkpoints._scaled
+
+    def spy(file, part):
+        nonlocal most
+        tensor = original(file, part)
+        alive.append(weakref.ref(tensor))
+        most = max(most, sum(reference() is not None for reference in alive))
+        return tensor
+
+    monkeypatch.setattr(checkpoints, "_scaled", spy)
+    load_base(path, "int8", "fp32")
+    # The tensor being read, and the one before it, which the loop's own variable still names.
+    assert len(alive) > 50
+    assert most <= 2
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8", "int8", "nf4"])
@@ -330,7 +414,11 @@ def test_requantising_an_fp8_file_as_fp8_loses_nothing(tmp_path):
         assert torch.allclose(layer.dequantized(torch.float32), meant[f"{name}.weight"], rtol=1e-6, atol=0)
 
 
-def test_every_error_of_a_file_is_one_line_and_a_graft_error(tmp_path):
+@pytest.mark.parametrize("cut", [0, 1, 7, 8, 9, 50, 3000, -1])
+def test_a_file_cut_anywhere_is_one_clear_line(tmp_path, cut):
+    path = tiny.write(tiny.build("krea2"), tmp_path / "base.safetensors")
+    path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(CheckpointError) as caught:
-        open_model_file(tmp_path / "nothing.safetensors")
+        open_model_file(path)
     assert "\n" not in str(caught.value)
+    assert "base.safetensors" in str(caught.value)

@@ -8,6 +8,8 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from graft_lora.lora_convert import write_state
+from graft_lora.trainer import dataset
 from graft_lora.trainer.dataset import (
     Sample,
     bucket,
@@ -54,6 +56,51 @@ def test_bad_pictures_are_named_all_at_once(tmp_path):
     assert "empty.png cannot be read" in message
     assert "good.png" not in message
     assert "\n" not in message
+
+
+def test_nothing_that_looks_meant_is_left_out_in_silence(tmp_path):
+    picture(tmp_path, "good.png")
+    (tmp_path / "notes.md").write_text("mine")
+    picture(tmp_path, "old.ppm")
+    (tmp_path / "alone.txt").write_text("a caption")
+    (tmp_path / "more").mkdir()
+    picture(tmp_path / "more", "deep.png")
+    with pytest.raises(DatasetError) as caught:
+        read_folder(tmp_path)
+    for part in (
+        "old.ppm is a picture of a kind that is not read",
+        "alone.txt is the caption of no picture",
+        "the subfolder more holds pictures, which are not read",
+    ):
+        assert part in str(caught.value)
+    assert "notes.md" not in str(caught.value)
+
+
+def test_a_picture_too_large_to_decode_and_a_caption_in_another_encoding_are_named(tmp_path, monkeypatch):
+    picture(tmp_path, "bomb.png", (300, 300))
+    picture(tmp_path, "latin.png")
+    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10_000)
+    with pytest.raises(DatasetError, match=r"bomb\.png cannot be read.*latin\.txt cannot be read as UTF-8"):
+        read_folder(tmp_path)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_caption(tmp_path):
+    picture(tmp_path, "a.png")
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa cat")
+    assert read_folder(tmp_path)[0].caption == "a cat"
+
+
+def test_an_animation_is_refused_and_a_phone_jpeg_of_two_frames_is_not(tmp_path):
+    frames = [Image.new("RGB", (40, 30), color) for color in ("red", "blue")]
+    frames[0].save(tmp_path / "phone.jpg", format="MPO", save_all=True, append_images=frames[1:])
+    (tmp_path / "phone.txt").write_text("x")
+    pixels = to_pixels(read_folder(tmp_path)[0], (16, 16))
+    assert pixels[0, 0].min() > 0.9 > -0.9 > pixels[0, 2].max(), "the first frame is the picture"
+    frames[0].save(tmp_path / "moves.gif", save_all=True, append_images=frames[1:])
+    (tmp_path / "moves.txt").write_text("x")
+    with pytest.raises(DatasetError, match=r"moves\.gif cannot be read \(it is animated\)"):
+        read_folder(tmp_path)
 
 
 def test_no_folder_and_no_pictures(tmp_path):
@@ -167,6 +214,19 @@ def test_encodes_each_picture_once_at_its_bucket(tmp_path, family_name):
         encode_folder(read_folder(tmp_path), family, 8, encode, text)
 
 
+def test_samples_hold_no_graph_and_no_inference_tensors(tmp_path):
+    """An encoder whose weights require gradients, called under ComfyUI's inference mode."""
+    picture(tmp_path, "a.png")
+    conv = torch.nn.Conv2d(3, 16, 8, 8)
+    table = torch.nn.Parameter(torch.ones(2, 4))
+    with torch.inference_mode():
+        (under,) = encode_folder(read_folder(tmp_path), FAMILIES["krea2"], 32, conv, lambda caption: table * 2)
+    (plain,) = encode_folder(read_folder(tmp_path), FAMILIES["krea2"], 32, conv, lambda caption: table * 2)
+    for tensor in (under.latents, under.conditioning, plain.latents, plain.conditioning):
+        assert not tensor.requires_grad
+        assert not tensor.is_inference()
+
+
 def encoded(family, name="a", width=4):
     return Sample(name, "a cat", torch.randn(family.latent_channels, 4, 6), torch.randn(3, width))
 
@@ -184,19 +244,24 @@ def test_encoded_samples_come_back(tmp_path, family_name):
         write_sample(tmp_path, wanted, family)
 
 
-def test_encoded_samples_that_do_not_fit_are_named(tmp_path):
+def test_encoded_samples_that_do_not_fit_are_named(tmp_path, monkeypatch):
     krea2, ideogram4 = FAMILIES["krea2"], FAMILIES["ideogram4"]
     write_sample(tmp_path, encoded(ideogram4, "other"), ideogram4)
     write_sample(tmp_path, encoded(krea2, "wide", width=5), krea2)
     write_sample(tmp_path, Sample("odd", "", torch.randn(16, 3, 4), torch.randn(3, 4)), krea2)
     write_sample(tmp_path, Sample("nan", "", torch.full((16, 4, 4), torch.nan), torch.randn(3, 4)), krea2)
+    write_sample(tmp_path, Sample("mute", "", torch.randn(16, 4, 4), torch.randn(0, 4)), krea2)
+    write_state(tmp_path / "nameless.safetensors", {"latents": torch.randn(16, 4, 4)}, {"format": "graft-sample-1"})
     (tmp_path / "text.safetensors").write_text("no")
+    monkeypatch.setattr(dataset, "some", lambda names, most: "; ".join(names))
     with pytest.raises(DatasetError) as caught:
         read_samples(tmp_path, krea2, 4)
     for part in (
         "other.safetensors was encoded for ideogram4",
         "wide.safetensors has conditioning [3, 5], the base wants [tokens, 4]",
         "odd.safetensors has latents [16, 3, 4], wanted sides that are multiples of 2",
+        "mute.safetensors has conditioning [0, 4]",
+        "nameless.safetensors is no encoded sample",
         "nan.safetensors has values that are not finite",
         "text.safetensors cannot be read",
     ):

@@ -11,7 +11,6 @@ import torch
 from graft_lora.trainer import adapters, attention, memory
 from graft_lora.trainer.adapters import LoraLinear, LoraSettings, resolve_targets
 from graft_lora.trainer.base_model import load_base
-from graft_lora.trainer.families import linear_modules
 
 PRECISIONS = ["fp32", "bf16", "fp8", "int8", "nf4"]
 TARGETS = {
@@ -50,7 +49,7 @@ def files(tmp_path_factory):
 
 def adapted_base(path, precision, compute, dtype, targets, name="a"):
     base = load_base(path, precision, compute)
-    linears = linear_modules(tiny.build(base.family.name))
+    linears = adapters.linears(tiny.build(base.family.name))
     chosen = resolve_targets(base.family, linears, LoraSettings(targets=targets))
     settings = LoraSettings(rank=2, alpha=2)
     adapters.inject(base.model, name, settings, chosen, torch.Generator().manual_seed(0), dtype)
@@ -222,3 +221,27 @@ def test_backends_are_pinned_and_restored(fails):
     except RuntimeError:
         assert fails
     assert (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()) == flags
+
+
+@pytest.mark.parametrize("odd", ["k", "v", "q"])
+def test_attention_casts_k_and_v_to_q(odd):
+    """The second of the two casts that end ai-toolkit 1041."""
+    dtypes = {name: torch.float32 if name == odd else torch.bfloat16 for name in "qkv"}
+    q, k, v = (torch.randn(1, 5, heads, 8).to(dtypes[n]) for n, heads in (("q", 4), ("k", 2), ("v", 2)))
+    out = attention.attention(q, k, v)
+    assert out.dtype == q.dtype
+    assert out.shape == (1, 5, 32)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q.float().transpose(1, 2), k.float().transpose(1, 2), v.float().transpose(1, 2), enable_gqa=True
+    )
+    assert tiny.relative(out, wanted.transpose(1, 2).flatten(2)) < 0.02
+
+
+def test_checkpointing_inside_checkpointing_leaves_the_outer_one_on(files):
+    base = load_base(files["krea2"], "bf16", "bf16")
+    blocks = list(base.family.blocks(base.model).values())
+    with memory.checkpointed(blocks):
+        outer = [block.forward for block in blocks]
+        with memory.checkpointed(blocks[:1]):
+            pass
+        assert [block.forward for block in blocks] == outer

@@ -283,3 +283,49 @@ def test_a_file_that_reads_back_differently_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "read_state", flipped)
     with pytest.raises(TrainingError, match="reads back differently"):
         graft.save(tmp_path / "out.safetensors")
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_an_open_session_checkpoints_pins_and_trains_even_where_gradients_are_off(tmp_path, checkpointing):
+    graft = session(tmp_path, "krea2", checkpointing=checkpointing)
+    blocks = graft.base.family.blocks(graft.base.model).values()
+    with torch.no_grad(), graft:
+        assert all(("forward" in block.__dict__) == checkpointing for block in blocks)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.is_grad_enabled()
+        graft.step()
+
+
+def test_an_outer_autocast_changes_nothing(tmp_path, family_name):
+    plain = run_to_end(tmp_path, family_name)
+    with torch.autocast("cpu", torch.bfloat16):
+        under = run_to_end(tmp_path, family_name)
+    assert under[0] == plain[0]
+    assert all(torch.equal(under[1][m].up, plain[1][m].up) for m in plain[1])
+
+
+def test_gradients_of_a_step_that_failed_are_not_added_to(tmp_path, monkeypatch):
+    """Out of memory in the second half of an accumulated step."""
+    graft = session(tmp_path, "krea2", accumulation=2, learning_rate=0.0)
+    original, calls, norms = graft._loss, [], []
+
+    def fails_once(batch):
+        calls.append(batch)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("as on a full card")
+        return original(batch)
+
+    batches = [next(graft.batches) for _ in range(2)]
+    with graft:
+        for attempt in ("clean", "after a failure"):
+            if attempt == "after a failure":
+                monkeypatch.setattr(graft, "_loss", fails_once)
+                graft.batches = iter(batches)
+                with pytest.raises(torch.OutOfMemoryError):
+                    graft.step()
+                assert any(p.grad is not None for p in graft.parameters), "nothing was left behind to add to"
+            graft.batches = iter(batches)
+            graft.generator.manual_seed(1)
+            norms.append(graft.step().grad_norm)
+    assert norms[0] == norms[1]
+    assert all(p.grad is None for p in graft.parameters)

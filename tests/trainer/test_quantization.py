@@ -31,7 +31,7 @@ def torchao_dequantised(mode, w):
     linear = nn.Linear(w.shape[1], w.shape[0], bias=False)
     linear.weight = nn.Parameter(w.clone())
     if mode == "nf4":
-        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+        from torchao.quantization import to_nf4
 
         return to_nf4(w.clone(), 64, 256).get_original_weight()
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_

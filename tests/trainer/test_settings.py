@@ -30,6 +30,12 @@ def test_paths_are_relative_to_the_file_even_with_spaces(tmp_path):
     assert settings.dataset.pictures == "/abs/pics"
 
 
+def test_a_byte_order_mark_of_a_windows_editor_is_no_fault(tmp_path):
+    path = tmp_path / "cats.toml"
+    path.write_bytes(b"\xef\xbb\xbf[train]\nsteps = 7\n")
+    assert read_settings(path).train.steps == 7
+
+
 def test_values_arrive(tmp_path):
     text = '[lora]\nalpha = 8\n[train]\nlearning_rate = 1\n[preview]\nprompts = ["a", "b"]\n'
     settings = read_settings(written(tmp_path, text))
@@ -48,7 +54,8 @@ def test_values_arrive(tmp_path):
         ("[train]\nsteps = 0", "steps is 0; wanted at least 1"),
         ("[train]\nlearning_rate = -1.0", "learning_rate is -1.0; wanted at least 0"),
         ("[train]\nlearning_rate = nan", "learning_rate is nan"),
-        ("[lora]\nrank = 0", "rank is 0; wanted 1 or more"),
+        ("[train]\nseed = 100000000000000000000", "seed is 100000000000000000000; wanted less than 2"),
+        ("[lora]\nrank = 0", "rank is 0; wanted 1 to 4096"),
         ('[model]\nprecision = "int3"', "precision 'int3' is not known; choose one of fp32, bf16"),
         ('[model]\ncompute_dtype = "fp16"', "compute_dtype 'fp16' is not known; choose one of bf16, fp32"),
         ('[model]\nfamily = "flux"', "family 'flux' is not known; choose one of krea2, ideogram4"),

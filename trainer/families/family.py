@@ -127,11 +127,6 @@ class Family(ABC):
         """W: features of one text token, all tapped layers together."""
 
 
-def linear_modules(model: nn.Module) -> dict[str, nn.Linear]:
-    """Every Linear of the transformer by official name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-
-
 def sinusoid(angles: Tensor, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> Tensor:
     """Two halves of a sinusoidal embedding side by side: (B, n) angles → (B, 2n)."""
     return torch.cat([first(angles), second(angles)], dim=-1)

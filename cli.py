@@ -1,0 +1,81 @@
+"""The command line: `graft demo`, `graft train`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status: 0, or 2 after one line that says what is wrong."""
+    parsed = _parser().parse_args(arguments)
+    from .trainer.errors import GraftError
+
+    try:
+        parsed.command(parsed)
+    except GraftError as error:
+        print(f"graft: error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"graft: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("graft: stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="graft", description="LoRA training for Krea 2 and Ideogram 4.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="train a LoRA on a tiny base that ships with Graft, without a GPU")
+    demo.add_argument("--family", default="krea2", help="architecture: krea2 (the default) or ideogram4")
+    demo.add_argument("--steps", type=int, help="training steps, fewer for a quick look")
+    demo.add_argument("--output", type=Path, help="folder for the result (runs/demo-FAMILY)")
+    demo.set_defaults(command=_demo)
+
+    train = commands.add_parser("train", help="train a LoRA as a TOML file says")
+    train.add_argument("--config", type=Path, required=True, help="the settings, see README")
+    train.add_argument("--output", type=Path, help="the run's folder, instead of the one in the settings")
+    train.set_defaults(command=_train)
+    return parser
+
+
+def _demo(parsed: argparse.Namespace) -> None:
+    from .examples.demo import demo
+
+    demo(parsed.family, parsed.output, parsed.steps)
+
+
+def _train(parsed: argparse.Namespace) -> None:
+    from .examples.demo_parts import base_path, encoders
+    from .trainer.checkpoints import open_model_file
+    from .trainer.errors import SettingsError
+    from .trainer.families import FAMILIES
+    from .trainer.run import run
+    from .trainer.settings import read_settings
+
+    settings = read_settings(parsed.config)
+    if parsed.output:
+        settings = dataclasses.replace(settings, output=str(parsed.output))
+    found = None
+    if settings.dataset.encoders == "demo":
+        name, path = settings.model.family, settings.model.path
+        if not name and not path:
+            raise SettingsError('the base is missing: give [model] family = "krea2" or "ideogram4"')
+        family = FAMILIES[name] if name else open_model_file(path).family
+        found = encoders(family)
+        if not path:
+            model = dataclasses.replace(settings.model, path=str(base_path(family)))
+            settings = dataclasses.replace(settings, model=model)
+    result = run(settings, found)
+    print(f"LoRA: {result.lora}")
+    print(f"log, loss plot and previews: {result.folder}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
