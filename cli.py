@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train a LoRA as a TOML file says")
     train.add_argument("--config", type=Path, required=True, help="the settings, see README")
     train.add_argument("--output", type=Path, help="the run's folder, instead of the one in the settings")
+    train.add_argument("--resume", action="store_true", help="continue the stopped run in the output folder")
     train.set_defaults(command=_train)
     return parser
 
@@ -72,7 +73,7 @@ def _train(parsed: argparse.Namespace) -> None:
         if not path:
             model = dataclasses.replace(settings.model, path=str(base_path(family)))
             settings = dataclasses.replace(settings, model=model)
-    result = run(settings, found)
+    result = run(settings, found, resume=parsed.resume)
     print(f"LoRA: {result.lora}")
     print(f"log, loss plot and previews: {result.folder}")
 

@@ -16,9 +16,9 @@ from graft_lora.cli import main
 from graft_lora.examples.demo import draw_folder
 from graft_lora.examples.demo_parts import base_path
 from graft_lora.lora_convert import read_state
-from graft_lora.trainer.dataset import Sample, write_sample
 from graft_lora.trainer.families import FAMILIES
 from graft_lora.trainer.loop import TrainSession
+from graft_lora.trainer.samples import Sample, write_sample
 from PIL import Image
 
 ROOT = Path(__file__).parents[1]
@@ -62,7 +62,15 @@ def test_train_on_a_folder_of_pictures(tmp_path, pictures, family, capsys):
     path = config(tmp_path, model__family=family, preview__prompts=["a large zorb"], preview__steps=2)
     assert main(["train", "--config", str(path)]) == 0
     folder = tmp_path / "runs" / "run"
-    assert files(folder) == ["config.json", "log.jsonl", "loss.png", "preview.png", "run.safetensors"]
+    assert files(folder) == [
+        "config.json",
+        "log.jsonl",
+        "loss.png",
+        "preview.png",
+        "run.safetensors",
+        "state",
+        "state/state.pt",
+    ]
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["loss"] > 0 for line in lines)
@@ -87,7 +95,14 @@ def test_train_on_a_cache_with_any_model_file(tmp_path, family_name, precision):
         train__batch_size=2,
     )  # fmt: skip
     assert main(["train", "--config", str(path), "--output", str(tmp_path / "out")]) == 0
-    assert files(tmp_path / "out") == ["config.json", "log.jsonl", "loss.png", "out.safetensors"]
+    assert files(tmp_path / "out") == [
+        "config.json",
+        "log.jsonl",
+        "loss.png",
+        "out.safetensors",
+        "state",
+        "state/state.pt",
+    ]
 
 
 FAULTS = [
@@ -145,12 +160,19 @@ def test_nothing_that_exists_is_overwritten(tmp_path, pictures, capsys):
     assert files(tmp_path / "mine") == ["notes.txt"]
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["train"], ["demo", "--family", "flux"]])
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["train"]])
 def test_unknown_words_exit_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
     assert "usage: graft" in capsys.readouterr().err
+
+
+def test_an_unknown_family_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--family", "flux"]) == 2
+    assert "family 'flux' is not known; choose one of krea2, ideogram4" in capsys.readouterr().err
+    assert files(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", ["ComfyUI-Graft", "graft.lora main"])

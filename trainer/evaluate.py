@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from . import attention
-from .dataset import Sample, collate
+from .batches import Visit, collate
 from .families import Family, Transformer
 from .objective import add_noise, draw_noise, sigma_quantiles, velocity_loss
+from .samples import Sample
 
 
 @torch.no_grad()
@@ -31,12 +32,12 @@ def held_out_loss(
     losses = []
     with attention.training_backends():
         for sample in samples:
-            batch = collate([sample] * draws)
+            batch = collate([sample], [Visit(0, flipped=False, captioned=True)] * draws, None)
             offset = torch.rand((), dtype=torch.float64, generator=generator)
             u = (torch.arange(draws, dtype=torch.float64) + offset) / draws
             sigma_B = sigma_quantiles(family, distribution, u.clamp(1e-9, 1 - 1e-9), batch.latents.shape).float()
             noise = draw_noise(batch.latents.shape, generator)
             noisy = add_noise(batch.latents, noise, sigma_B)
             predicted = model(noisy.to(device), sigma_B.to(device), batch.conditioning.to(device))
-            losses.append(velocity_loss(predicted.cpu(), batch.latents, noise).mean())
+            losses.append(velocity_loss(predicted.cpu(), batch.latents, noise, batch.weights).mean())
     return torch.stack(losses).mean().item()

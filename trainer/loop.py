@@ -6,21 +6,25 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..lora_convert import read_comfyui, read_state, write_comfyui, write_state
-from . import adapters, attention, memory
+from . import adapters, attention, memory, optimizers
 from .adapters import LoraSettings
 from .base_model import Base
-from .dataset import Batch, Sample, collate, epochs
+from .batches import Batch, BatchStream, collate
+from .ema import Average
 from .errors import TrainingError, some
 from .objective import add_noise, draw_noise, draw_sigmas, velocity_loss
+from .samples import Sample
+from .schedule import learning_rate
 from .settings import TrainSettings
 
 SAVE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,9 +57,28 @@ class TrainSession:
     """
 
     def __init__(
-        self, base: Base, samples: Sequence[Sample], lora: LoraSettings, train: TrainSettings, name: str
+        self,
+        base: Base,
+        samples: Sequence[Sample],
+        lora: LoraSettings,
+        train: TrainSettings,
+        name: str,
+        caption_dropout: float = 0.0,
+        empty: Tensor | None = None,
     ) -> None:
+        """
+        Args:
+            base: what is trained on; its weights do not change.
+            samples: encoded pictures.
+            lora: the adapter.
+            train: everything else.
+            name: of the adapter, new on this base.
+            caption_dropout: share of visits without their caption.
+            empty: (T, W) conditioning of the empty prompt, for those visits; None for a family that runs without text.
+        """
         self.base = base
+        self.samples = samples
+        self.empty = empty
         self.lora = lora
         self.train = train
         self.name = name
@@ -65,8 +88,9 @@ class TrainSession:
         self.parameters = adapters.parameters(base.model, name)
         self.device = self.parameters[0].device
         with torch.inference_mode(False):
-            self.optimizer = torch.optim.AdamW(self.parameters, lr=train.learning_rate, weight_decay=train.weight_decay)
-        self.batches = epochs(samples, train.batch_size, self.generator)
+            self.optimizer = optimizers.build(train.optimizer, self.parameters, train.learning_rate, train.weight_decay)
+            self.average = Average(self.parameters, train.ema) if train.ema else None
+        self.stream = BatchStream(samples, train.batch_size, self.generator, caption_dropout)
         self.done = 0
         self._open: ExitStack | None = None
 
@@ -107,11 +131,11 @@ class TrainSession:
         started = time.perf_counter()
         # What a step that failed half-way left behind must not be added to.
         self.optimizer.zero_grad()
-        groups = [next(self.batches) for _ in range(self.train.accumulation)]
+        groups = [next(self.stream) for _ in range(self.train.accumulation)]
         pictures = sum(len(group) for group in groups)
         total = 0.0
         for group in groups:
-            batch = collate(group)
+            batch = collate(self.samples, group, self.empty)
             loss = self._loss(batch).sum() / pictures
             loss.backward()
             total += loss.item()
@@ -121,11 +145,13 @@ class TrainSession:
                     "a lower learning rate or fp32 compute usually mends it"
                 )
         norm = self._clip()
-        rate = self.learning_rate(self.done)
-        for parameters in self.optimizer.param_groups:
-            parameters["lr"] = rate
+        train = self.train
+        rate = learning_rate(train.schedule, self.done, train.steps, train.warmup_steps, train.learning_rate)
+        optimizers.set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.average is not None:
+            self.average.update()
         self.done += 1
         return StepLog(self.done, total, rate, norm, time.perf_counter() - started)
 
@@ -145,7 +171,8 @@ class TrainSession:
                 stack.enter_context(torch.random.fork_rng(devices))
                 torch.manual_seed(int(torch.randint(2**62, (), generator=self.generator)))
             predicted = self.base.model(noisy, sigma_B, batch.conditioning.to(self.device), mask)
-        return velocity_loss(predicted, data, noise)
+        weights = None if batch.weights is None else batch.weights.to(self.device)
+        return velocity_loss(predicted, data, noise, weights)
 
     def _clip(self) -> float:
         """Clips the gradient to `max_grad_norm` and returns its norm before that."""
@@ -158,10 +185,34 @@ class TrainSession:
             )
         return norm
 
-    def learning_rate(self, step: int) -> float:
-        """Linear warm-up, then constant. `step` counts from 0."""
-        warmup = self.train.warmup_steps
-        return self.train.learning_rate * (min(1.0, (step + 1) / warmup) if warmup else 1.0)
+    @contextmanager
+    def result(self) -> Iterator[None]:
+        """While it lasts the adapter holds what is saved and previewed: the moving average, where there is one."""
+        with nullcontext() if self.average is None else self.average.applied():
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to continue bit-exactly; tensors on the CPU."""
+        return {
+            "done": self.done,
+            "adapter": [parameter.detach().cpu().clone() for parameter in self.parameters],
+            "average": None if self.average is None else self.average.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "generator": self.generator.get_state(),
+            "stream": self.stream.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where `state_dict` was called, on a session with the same settings and samples."""
+        with torch.inference_mode(False), torch.no_grad():
+            for parameter, value in zip(self.parameters, state["adapter"], strict=True):
+                parameter.copy_(value)
+            if self.average is not None:
+                self.average.load_state_dict(state["average"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        self.generator.set_state(state["generator"])
+        self.stream.load_state_dict(state["stream"])
+        self.done = state["done"]
 
     def try_saving(self, folder: Path) -> None:
         """Writes the LoRA once, reads it back and removes it: a save that cannot work is better known before step 1."""
@@ -183,7 +234,8 @@ class TrainSession:
 
     def _write(self, path: Path, overwrite: bool) -> None:
         dtype = SAVE_DTYPES[self.train.save_dtype]
-        trained = adapters.to_canonical(self.base.model, self.name)
+        with self.result():
+            trained = adapters.to_canonical(self.base.model, self.name)
         state = write_comfyui(trained, self.base.family.name)
         state = {key: tensor if key.endswith(".alpha") else tensor.to(dtype) for key, tensor in state.items()}
         write_state(path, state, self.metadata(), overwrite)

@@ -68,6 +68,12 @@ def add_noise(data: Tensor, noise: Tensor, sigma_B: Tensor) -> Tensor:
     return (1 - sigma) * data.float() + sigma * noise.float()
 
 
-def velocity_loss(predicted: Tensor, data: Tensor, noise: Tensor) -> Tensor:
-    """Mean squared error of the velocity per sample, (B,) fp32."""
-    return (predicted.float() - (noise.float() - data.float())).square().flatten(1).mean(1)
+def velocity_loss(predicted: Tensor, data: Tensor, noise: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Mean squared error of the velocity per sample, (B,) fp32.
+
+    With weights (B, 1, h, w) it is the weighted mean over the cells, so that a small mask counts as much as a large.
+    """
+    error = (predicted.float() - (noise.float() - data.float())).square()
+    if weights is None:
+        return error.flatten(1).mean(1)
+    return (error.mean(1, keepdim=True) * weights).flatten(1).sum(1) / weights.flatten(1).sum(1)

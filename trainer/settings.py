@@ -14,6 +14,8 @@ from .base_model import COMPUTE_DTYPES, PRECISIONS
 from .errors import SettingsError
 from .families import FAMILIES
 from .objective import DISTRIBUTIONS
+from .optimizers import OPTIMIZERS
+from .schedule import SCHEDULES
 
 SAVE_DTYPES = ("fp32", "bf16", "fp16")
 
@@ -62,15 +64,30 @@ class DatasetSettings:
         cache: a folder of encoded samples.
         encoders: `demo` for the demonstration codec and text encoder.
         resolution: pictures are cropped to buckets of about resolution² pixels.
+        trigger: a word put before each caption that does not hold it yet.
+        default_caption: of pictures that have none.
+        flip: mirror every second visit, by chance; not for faces with a parting, or for writing.
+        caption_dropout: share of visits that see the empty prompt instead of the caption.
+        held_out: so many samples, drawn by the seed, are not trained on but measured.
+        encoded: folder of the encoded tensors of `pictures`; `.graft-cache` inside it by default.
     """
 
     pictures: str = ""
     cache: str = ""
     encoders: str = ""
     resolution: int = 1024
+    trigger: str = ""
+    default_caption: str = ""
+    flip: bool = False
+    caption_dropout: float = 0.0
+    held_out: int = 0
+    encoded: str = ""
 
     def __post_init__(self) -> None:
         _at_least("resolution", self.resolution, 16)
+        _at_least("held_out", self.held_out, 0)
+        if not 0 <= self.caption_dropout <= 1:
+            raise SettingsError(f"caption_dropout is {self.caption_dropout}; wanted a share from 0 to 1")
         if self.encoders:
             _one_of("encoders", self.encoders, ("demo",))
 
@@ -83,11 +100,17 @@ class TrainSettings:
         steps: optimiser steps.
         batch_size: pictures in one forward pass.
         accumulation: forward passes in one optimiser step.
-        learning_rate: of AdamW, after `warmup_steps` of linear warm-up, constant.
-        weight_decay: of AdamW, decoupled.
+        optimizer: `adamw`, or `adamw8bit`, whose state takes a quarter of the memory.
+        learning_rate: the highest one, reached after `warmup_steps` of linear warm-up.
+        schedule: what follows: `constant`, `cosine` or `linear`, the latter two down to zero.
+        weight_decay: of the optimiser, decoupled.
         max_grad_norm: gradients are scaled down to this norm; 0 leaves them.
         timesteps: distribution of the noise level.
         checkpointing: recompute activations block by block.
+        ema: decay of the moving average that is saved and previewed in the weights' place; 0 for none.
+        save_every: steps between saves of LoRA and state; 0 for the end alone.
+        keep: so many of those LoRAs stay, the newest.
+        held_out_every: steps between measurements of the held-out loss; 0 for the end alone.
         seed: of every random draw of the run.
         save_dtype: dtype of A and B in the file; alpha is always fp32.
     """
@@ -95,12 +118,18 @@ class TrainSettings:
     steps: int = 1500
     batch_size: int = 1
     accumulation: int = 1
+    optimizer: str = "adamw"
     learning_rate: float = 1e-4
+    schedule: str = "constant"
     warmup_steps: int = 20
     weight_decay: float = 1e-4
     max_grad_norm: float = 1.0
     timesteps: str = "family"
     checkpointing: bool = True
+    ema: float = 0.0
+    save_every: int = 250
+    keep: int = 3
+    held_out_every: int = 250
     seed: int = 0
     save_dtype: str = "fp32"
 
@@ -115,27 +144,37 @@ class TrainSettings:
         _at_least("seed", self.seed, 0)
         if self.seed >= 2**63:
             raise SettingsError(f"seed is {self.seed}; wanted less than 2^63")
+        _at_least("save_every", self.save_every, 0)
+        _at_least("keep", self.keep, 1)
+        _at_least("held_out_every", self.held_out_every, 0)
+        if not 0 <= self.ema < 1:
+            raise SettingsError(f"ema is {self.ema}; wanted a decay from 0 (none) up to, but not, 1, such as 0.99")
+        _one_of("optimizer", self.optimizer, OPTIMIZERS)
+        _one_of("schedule", self.schedule, SCHEDULES)
         _one_of("timesteps", self.timesteps, DISTRIBUTIONS)
         _one_of("save_dtype", self.save_dtype, SAVE_DTYPES)
 
 
 @dataclass(frozen=True)
 class PreviewSettings:
-    """Pictures sampled before and after the run.
+    """Pictures sampled before the run, during it, and after.
 
     Attributes:
         prompts: one picture each.
+        every: steps between previews; 0 for before and after alone.
         seed: of the first prompt's noise; the next prompts count on from it.
         steps: Euler steps; 0 for the family's own number.
         guidance: the usual CFG scale, 1 for none; 0 for the family's own.
     """
 
     prompts: tuple[str, ...] = ()
+    every: int = 250
     seed: int = 0
     steps: int = 0
     guidance: float = 0.0
 
     def __post_init__(self) -> None:
+        _at_least("preview.every", self.every, 0)
         _at_least("preview.steps", self.steps, 0)
         _at_least("preview.guidance", self.guidance, 0)
 
@@ -181,7 +220,10 @@ def read_settings(path: str | Path) -> RunSettings:
         output=_resolved(here, settings.output or f"runs/{path.stem}"),
         model=dataclasses.replace(model, path=_resolved(here, model.path)),
         dataset=dataclasses.replace(
-            dataset, pictures=_resolved(here, dataset.pictures), cache=_resolved(here, dataset.cache)
+            dataset,
+            pictures=_resolved(here, dataset.pictures),
+            cache=_resolved(here, dataset.cache),
+            encoded=_resolved(here, dataset.encoded),
         ),
     )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+from dataclasses import replace
 
 import peft
 import pytest
@@ -13,9 +15,10 @@ from graft_lora.lora_convert import read_comfyui, read_state
 from graft_lora.trainer import adapters, loop
 from graft_lora.trainer.adapters import LoraSettings
 from graft_lora.trainer.base_model import load_base
-from graft_lora.trainer.dataset import Sample
+from graft_lora.trainer.batches import BatchStream
 from graft_lora.trainer.errors import SettingsError, TrainingError
 from graft_lora.trainer.loop import TrainSession
+from graft_lora.trainer.samples import Sample
 from graft_lora.trainer.settings import TrainSettings
 from torch import nn
 
@@ -33,13 +36,15 @@ def samples(name, count=6, lengths=(7, 4, 5)):
     ]
 
 
-def session(tmp_path, name, lora=None, precision="fp32", compute="fp32", adapter="a", base=None, **train):
+def session(tmp_path, name, lora=None, precision="fp32", compute="fp32", adapter="a", base=None, drop=0.0, **train):
     path = tmp_path / f"{name}.safetensors"
     if not path.exists():
         tiny.write(tiny.build(name), path)
     base = base or load_base(path, precision, compute)
     values = {"steps": 4, "batch_size": 2, "learning_rate": 1e-2, "warmup_steps": 3, "seed": 3, **train}
-    return TrainSession(base, samples(name), lora or LoraSettings(rank=4, alpha=8), TrainSettings(**values), adapter)
+    empty = None if base.family.image_only_pass else torch.zeros(1, tiny.WIDTHS[name])
+    lora = lora or LoraSettings(rank=4, alpha=8)
+    return TrainSession(base, samples(name), lora, TrainSettings(**values), adapter, drop, empty)
 
 
 class OneThird(nn.Module):
@@ -234,7 +239,8 @@ def test_globals_and_model_are_restored_after_an_exception(tmp_path):
 
 def test_an_infinite_loss_stops_the_run_and_names_the_pictures(tmp_path):
     graft = session(tmp_path, "krea2", batch_size=1)
-    graft.batches = iter([[Sample("bad.png", "", torch.full((16, 6, 10), torch.inf), torch.zeros(2, 120))]])
+    graft.samples = [Sample("bad.png", "", torch.full((16, 6, 10), torch.inf), torch.zeros(2, 120))]
+    graft.stream = BatchStream(graft.samples, 1, graft.generator)
     before = adapters.to_canonical(graft.base.model, "a")
     with graft, pytest.raises(TrainingError, match=r"loss became (nan|inf) in step 1 on bad\.png"):
         graft.step()
@@ -315,17 +321,85 @@ def test_gradients_of_a_step_that_failed_are_not_added_to(tmp_path, monkeypatch)
             raise torch.OutOfMemoryError("as on a full card")
         return original(batch)
 
-    batches = [next(graft.batches) for _ in range(2)]
+    batches = [next(graft.stream) for _ in range(2)]
     with graft:
         for attempt in ("clean", "after a failure"):
             if attempt == "after a failure":
                 monkeypatch.setattr(graft, "_loss", fails_once)
-                graft.batches = iter(batches)
+                graft.stream = iter(batches)
                 with pytest.raises(torch.OutOfMemoryError):
                     graft.step()
                 assert any(p.grad is not None for p in graft.parameters), "nothing was left behind to add to"
-            graft.batches = iter(batches)
+            graft.stream = iter(batches)
             graft.generator.manual_seed(1)
             norms.append(graft.step().grad_norm)
     assert norms[0] == norms[1]
     assert all(p.grad is None for p in graft.parameters)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("after", [1, 3])
+def test_a_saved_session_continues_bit_exactly(tmp_path, family_name, optimizer, after):
+    """Weights, average, optimiser, schedule, generator, order of the data, dropout of captions and of the adapter."""
+
+    def new():
+        lora = LoraSettings(rank=20, alpha=8, dropout=0.1)  # rank 20: A and B are large enough for 8-bit moments
+        settings = {"steps": 6, "schedule": "cosine", "ema": 0.9, "optimizer": optimizer, "drop": 0.3}
+        return session(tmp_path, family_name, lora, **settings)
+
+    whole = new()
+    with whole:
+        wanted = [log.loss for log in whole.steps()]
+    first = new()
+    with first:
+        losses = [first.step().loss for _ in range(after)]
+    buffer = io.BytesIO()
+    torch.save(first.state_dict(), buffer)
+    buffer.seek(0)
+    second = new()
+    second.load_state_dict(torch.load(buffer, weights_only=True))
+    with second:
+        losses += [log.loss for log in second.steps()]
+    assert losses == wanted
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters, second.parameters, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(whole.average.values, second.average.values, strict=True))
+
+
+def test_the_moving_average_follows_its_formula_and_is_what_is_saved(tmp_path):
+    graft = session(tmp_path, "krea2", ema=0.5)
+    wanted = [p.detach().clone() for p in graft.parameters]
+    with graft:
+        for step in range(1, 5):
+            graft.step()
+            decay = min(0.5, (1 + step) / (10 + step))
+            wanted = [decay * w + (1 - decay) * p.detach() for w, p in zip(wanted, graft.parameters, strict=True)]
+    for found, value in zip(graft.average.values, wanted, strict=True):
+        assert tiny.relative(found, value) < 1e-5
+    own = [p.detach().clone() for p in graft.parameters]
+    graft.save(tmp_path / "out.safetensors")
+    assert all(torch.equal(a, b) for a, b in zip(own, graft.parameters, strict=True))
+    kept = read_comfyui(read_state(tmp_path / "out.safetensors")[0])
+    name = graft.targets[0]
+    assert torch.equal(kept[name].down, graft.average.values[0])
+    assert not torch.equal(kept[name].down, own[0])
+
+
+def test_weights_of_a_mask_reach_the_loss(tmp_path, monkeypatch):
+    graft = session(tmp_path, "krea2", steps=1, batch_size=1)
+    weights = torch.rand(6, 10)
+    graft.samples[:] = [replace(sample, weights=weights) for sample in graft.samples]
+    given = []
+    original = loop.velocity_loss
+    monkeypatch.setattr(loop, "velocity_loss", lambda *a: given.append(a[3]) or original(*a))
+    with graft:
+        graft.step()
+    assert torch.equal(given[0], weights[None, None])
+
+
+def test_dropped_captions_train_the_image_only_pass_of_ideogram4():
+    """With all text masked away the transformer gives what it gives without text."""
+    model = tiny.build("ideogram4")
+    arguments = tiny.inputs("ideogram4")
+    mask = torch.zeros_like(arguments["mask_BT"])
+    masked = model(**{**arguments, "mask_BT": mask})
+    assert tiny.relative(masked, model(arguments["latents"], arguments["sigma_B"])) < 1e-5

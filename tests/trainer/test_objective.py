@@ -110,3 +110,16 @@ def test_every_draw_comes_from_the_generator_given():
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(2)
     assert all(torch.equal(a, b) for a, b in zip(first, draws(), strict=True))
+
+
+def test_weighted_loss_is_the_mean_over_the_masked_cells():
+    data, noise, predicted = (torch.randn(2, 3, 4, 6) for _ in range(3))
+    weights = torch.zeros(2, 1, 4, 6)
+    weights[0, :, :, :2] = 1
+    weights[1] = 0.5
+    found = velocity_loss(predicted, data, noise, weights)
+    error = (predicted - (noise - data)).square()
+    assert torch.allclose(found, torch.stack([error[0, :, :, :2].mean(), error[1].mean()]))
+    elsewhere = predicted.clone()
+    elsewhere[0, :, :, 2:] += 7
+    assert torch.equal(velocity_loss(elsewhere, data, noise, weights)[0], found[0])

@@ -75,6 +75,7 @@ class Family(ABC):
         presets: target preset → regular expression over official module names, matched whole.
         never_quantised: regular expression over official module names that stay in the dense dtype.
         preview: how it is sampled by default.
+        json_captions: whether it was trained on structured captions, which a `.json` file may then hold.
         image_only_pass: whether the transformer also runs without any text, which then is its unconditional pass;
             else the empty prompt's conditioning is.
     """
@@ -89,6 +90,7 @@ class Family(ABC):
     presets: ClassVar[Mapping[str, str]]
     never_quantised: ClassVar[str]
     preview: ClassVar[Preview]
+    json_captions: ClassVar[bool]
     image_only_pass: ClassVar[bool]
 
     @abstractmethod

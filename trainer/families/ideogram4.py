@@ -268,6 +268,7 @@ class Ideogram4(Family):
         r"|final_layer\.(linear|adaln_modulation)"
     )
     preview = Preview(steps=20, guidance=7.0)
+    json_captions = True
     image_only_pass = True
 
     def config(self, shapes: Mapping[str, Sequence[int]]) -> Ideogram4Config:

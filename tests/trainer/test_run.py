@@ -1,0 +1,266 @@
+"""Whole runs on the demonstration base: killed and resumed, stopped, previewed, measured, saved at intervals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from graft_lora.examples.demo import draw_folder
+from graft_lora.examples.demo_parts import base_path, encoders
+from graft_lora.lora_convert import read_state
+from graft_lora.trainer import run as run_module
+from graft_lora.trainer.adapters import LoraSettings
+from graft_lora.trainer.errors import DatasetError, SettingsError
+from graft_lora.trainer.families import FAMILIES
+from graft_lora.trainer.loop import TrainSession
+from graft_lora.trainer.run import run, split
+from graft_lora.trainer.settings import (
+    DatasetSettings,
+    ModelSettings,
+    PreviewSettings,
+    RunSettings,
+    TrainSettings,
+)
+from PIL import Image
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """Two buckets: half of the pictures are cut to half their height."""
+    folder = tmp_path / "pictures"
+    draw_folder(folder, seed=0, zorbs=3, known=3)
+    for path in sorted(folder.glob("known-*.png")):
+        Image.open(path).resize((128, 64)).save(path)
+    return folder
+
+
+def settings_of(tmp_path, family="krea2", **changes):
+    """A run that uses everything that a resume must bring back."""
+    train = {
+        "steps": 8, "batch_size": 2, "learning_rate": 2e-3, "warmup_steps": 2, "schedule": "cosine", "ema": 0.8,
+        "save_every": 3, "keep": 2, "held_out_every": 4, "checkpointing": False,
+    }  # fmt: skip
+    train.update({key.removeprefix("train_"): changes.pop(key) for key in list(changes) if key.startswith("train_")})
+    values = {
+        "output": str(tmp_path / "out"),
+        "name": "zorb",
+        "model": ModelSettings(str(base_path(FAMILIES[family])), "", "fp32", "fp32", "cpu"),
+        "dataset": DatasetSettings(
+            str(tmp_path / "pictures"), encoders="demo", resolution=64, flip=True, caption_dropout=0.2, held_out=1
+        ),
+        "lora": LoraSettings(rank=2, alpha=2, dropout=0.1),
+        "train": TrainSettings(**train),
+        "preview": PreviewSettings(("a large zorb",), every=4, steps=2, guidance=2.0),
+    }
+    return RunSettings(**{**values, **changes})
+
+
+def start(settings, family="krea2", **arguments):
+    said = []
+    result = run(settings, encoders(FAMILIES[family]), said.append, **arguments)
+    return result, said
+
+
+def names(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def weights_of(folder):
+    return read_state(folder / "zorb.safetensors")[0]
+
+
+def steps_logged(folder):
+    return [json.loads(line)["step"] for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def test_a_run_is_a_folder_with_all_that_was_asked_for(tmp_path, pictures):
+    result, said = start(settings_of(tmp_path))
+    assert names(result.folder) == [
+        "config.json", "held_out.jsonl", "log.jsonl", "loss.png", "preview.png", "previews/000004.png",
+        "previews/strip.png", "state/state.pt", "zorb-000003.safetensors", "zorb-000006.safetensors",
+        "zorb-best.safetensors", "zorb.safetensors",
+    ]  # fmt: skip
+    assert steps_logged(result.folder) == list(range(1, 9))
+    measured = [json.loads(line) for line in (result.folder / "held_out.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in measured] == [4, 8]
+    assert any("in 2 buckets" in sentence for sentence in said)
+    for picture in result.folder.rglob("*.png"):
+        Image.open(picture).verify()
+
+
+def test_only_the_last_saves_are_kept(tmp_path, pictures):
+    result, _ = start(settings_of(tmp_path, train_save_every=1, train_keep=3))
+    assert [n for n in names(result.folder) if n.startswith("zorb-0")] == [
+        f"zorb-{step:06}.safetensors" for step in (5, 6, 7)
+    ]
+
+
+@pytest.mark.parametrize("family", ["krea2", "ideogram4"])
+def test_a_run_killed_in_the_middle_and_resumed_is_the_uninterrupted_one(tmp_path, pictures, family):
+    """SIGKILL during step 6 of 8, the last save being after step 3: buckets, flips, dropouts, EMA, previews and all."""
+    whole, _ = start(settings_of(tmp_path, family, output=str(tmp_path / "whole")), family)
+    code = f"""
+import os, signal, sys
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+import torch; torch.set_num_threads(1)
+from pathlib import Path
+import test_run
+from graft_lora.trainer.loop import TrainSession
+original = TrainSession._loss
+def dies(self, batch):
+    if self.done == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(self, batch)
+TrainSession._loss = dies
+test_run.start(test_run.settings_of(Path({str(tmp_path)!r}), {family!r}), {family!r})
+"""
+    died = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    folder = tmp_path / "out"
+    assert steps_logged(folder) == [1, 2, 3, 4, 5]
+    assert not (folder / "zorb.safetensors").exists()
+    resumed, said = start(settings_of(tmp_path, family), family, resume=True)
+    assert "continuing after step 3" in said
+    assert steps_logged(folder) == list(range(1, 9))
+    wanted = weights_of(whole.folder)
+    found = weights_of(folder)
+    assert set(found) == set(wanted)
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert resumed.losses == whole.losses
+
+
+def test_stopped_and_resumed_is_the_uninterrupted_run(tmp_path, pictures, monkeypatch):
+    whole, _ = start(settings_of(tmp_path, output=str(tmp_path / "whole")))
+    original = TrainSession.step
+
+    def step(self):
+        log = original(self)
+        if log.step == 5:
+            signal.raise_signal(signal.SIGINT)
+        return log
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainSession, "step", step)
+        stopped, said = start(settings_of(tmp_path))
+    assert any("stopped after 5 of 8 steps" in sentence for sentence in said)
+    assert (stopped.folder / "zorb.safetensors").is_file()
+    resumed, _ = start(settings_of(tmp_path), resume=True)
+    assert all(torch.equal(value, weights_of(whole.folder)[key]) for key, value in weights_of(resumed.folder).items())
+
+
+def test_a_longer_run_may_continue_under_a_constant_rate(tmp_path, pictures):
+    start(settings_of(tmp_path, train_schedule="constant", train_steps=4))
+    result, _ = start(settings_of(tmp_path, train_schedule="constant", train_steps=6), resume=True)
+    assert steps_logged(result.folder) == list(range(1, 7))
+
+
+CHANGES = [
+    ({"train_learning_rate": 1e-3}, "train.learning_rate was 0.002, is 0.001"),
+    ({"train_steps": 9}, "train.steps was 8, is 9"),
+    ({"lora": LoraSettings(rank=2, alpha=4, dropout=0.1)}, "lora.alpha was 2, is 4"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES)
+def test_a_run_that_differs_is_refused_with_the_difference(tmp_path, pictures, change, message):
+    start(settings_of(tmp_path))
+    before = weights_of(tmp_path / "out")
+    with pytest.raises(SettingsError, match=f"cannot continue the saved one: {message}"):
+        start(settings_of(tmp_path, **change), resume=True)
+    assert all(torch.equal(value, before[key]) for key, value in weights_of(tmp_path / "out").items())
+
+
+def test_another_dataset_or_base_is_refused(tmp_path, pictures):
+    start(settings_of(tmp_path))
+    caption = pictures / "zorb-00.txt"
+    caption.write_text("another caption")
+    with pytest.raises(SettingsError, match="samples was"):
+        start(settings_of(tmp_path), resume=True)
+    other = ModelSettings(str(base_path(FAMILIES["krea2"])), "", "bf16", "fp32", "cpu")
+    with pytest.raises(SettingsError, match="precision was 'fp32', is 'bf16'"):
+        start(settings_of(tmp_path, model=other), resume=True)
+
+
+def test_nothing_to_resume_and_a_damaged_state(tmp_path, pictures):
+    with pytest.raises(SettingsError, match="holds no saved state: there is nothing to resume"):
+        start(settings_of(tmp_path), resume=True)
+    assert not (tmp_path / "out").exists()
+    start(settings_of(tmp_path))
+    path = tmp_path / "out" / "state" / "state.pt"
+    path.write_bytes(path.read_bytes()[:-2000])
+    with pytest.raises(SettingsError, match=r"state\.pt is damaged and cannot be resumed from"):
+        start(settings_of(tmp_path), resume=True)
+
+
+def test_what_costs_memory_or_time_alone_may_change(tmp_path, pictures):
+    start(settings_of(tmp_path))
+    start(settings_of(tmp_path, train_checkpointing=True, train_save_every=0, train_keep=9), resume=True)
+
+
+def test_a_preview_that_runs_out_of_memory_is_left_out_with_a_word(tmp_path, pictures, monkeypatch):
+    """Fizgig 123: a preview pushed memory over the edge."""
+    whole, _ = start(settings_of(tmp_path, output=str(tmp_path / "whole")))
+    original = run_module.sample
+    calls = []
+
+    def full_card(*args):
+        calls.append(args)
+        if len(calls) == 2:  # the first is that of the base
+            raise torch.OutOfMemoryError("as on a full card")
+        return original(*args)
+
+    monkeypatch.setattr(run_module, "sample", full_card)
+    result, said = start(settings_of(tmp_path))
+    assert "the preview after step 4 did not fit into memory and is left out; the training goes on" in said
+    assert not (result.folder / "previews" / "000004.png").exists()
+    assert all(torch.equal(value, weights_of(whole.folder)[key]) for key, value in weights_of(result.folder).items())
+
+
+def test_previews_measurements_and_saves_change_nothing_of_the_training(tmp_path, pictures):
+    whole, _ = start(settings_of(tmp_path, output=str(tmp_path / "whole")))
+    quiet = settings_of(tmp_path, train_save_every=0, train_held_out_every=0, preview=PreviewSettings())
+    result, _ = start(quiet)
+    assert result.losses == whole.losses
+    assert all(torch.equal(value, weights_of(whole.folder)[key]) for key, value in weights_of(result.folder).items())
+
+
+def test_a_failed_step_leaves_the_state_before_it(tmp_path, pictures, monkeypatch):
+    original = TrainSession._loss
+    broken = []
+
+    def breaks(self, batch):
+        loss = original(self, batch)
+        if self.done == 4:
+            broken.append(batch)
+            return loss * torch.nan
+        return loss
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainSession, "_loss", breaks)
+        with pytest.raises(Exception, match="the loss became nan in step 5"):
+            start(settings_of(tmp_path))
+    _, said = start(settings_of(tmp_path), resume=True)
+    assert "continuing after step 4" in said
+
+
+def test_held_out_samples_are_not_trained_on(tmp_path):
+    everything = list(range(10))
+    training, held_out = split(everything, 3, seed=1)
+    assert sorted(training + held_out) == everything
+    assert len(held_out) == 3
+    assert split(everything, 3, seed=1) == (training, held_out)
+    assert split(everything, 3, seed=2) != (training, held_out)
+    with pytest.raises(DatasetError, match="held_out is 10 of 10 samples"):
+        split(everything, 10, seed=0)
+
+
+def test_settings_are_written_as_they_were(tmp_path, pictures):
+    result, _ = start(settings_of(tmp_path))
+    kept = json.loads((result.folder / "config.json").read_text())
+    assert kept == json.loads(json.dumps(dataclasses.asdict(settings_of(tmp_path))))

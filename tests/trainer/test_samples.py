@@ -1,0 +1,168 @@
+"""Encoded once, kept on disk under a name that holds all that they depend on; whole samples on disk."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from graft_lora.lora_convert import write_state
+from graft_lora.trainer import samples
+from graft_lora.trainer.errors import DatasetError
+from graft_lora.trainer.families import FAMILIES
+from graft_lora.trainer.pictures import read_folder
+from graft_lora.trainer.samples import Cache, Encoders, Sample, encode_pictures, read_samples, write_sample
+from PIL import Image
+
+
+def folder_of_two(tmp_path):
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for name, size, color in (("a", (100, 70), "red"), ("b", (70, 100), "blue")):
+        image = Image.new("RGB", size, color)
+        image.paste((255, 255, 255), (0, 0, 20, size[1]))
+        image.save(folder / f"{name}.png")
+        (folder / f"{name}.txt").write_text(f"caption {name}")
+    return folder
+
+
+class Counting:
+    """Encoders of a family's shapes that note what they are asked for."""
+
+    def __init__(self, family, picture_id="vae", text_id="te"):
+        self.asked = []
+        down = family.latent_downscale
+
+        def picture(pixels):
+            self.asked.append(tuple(pixels.shape[2:]))
+            cells = torch.nn.functional.avg_pool2d(pixels, down)
+            return cells.mean(1, keepdim=True).expand(-1, family.latent_channels, -1, -1)
+
+        def text(caption):
+            self.asked.append(caption)
+            return torch.full((2, 4), float(len(caption)))
+
+        self.encoders = Encoders(picture, text, lambda latents: latents, picture_id, text_id)
+
+
+def test_each_picture_at_its_bucket_and_its_mirror_image(tmp_path, family_name):
+    family = FAMILIES[family_name]
+    counting = Counting(family)
+    found = encode_pictures(read_folder(folder_of_two(tmp_path)), family, 64, counting.encoders, flip=True)
+    (wide, _), caption, (tall, _) = counting.asked[0], counting.asked[2], counting.asked[3]
+    assert caption == "caption a"
+    assert wide < counting.asked[0][1]
+    assert tall > counting.asked[3][1]
+    for sample in found:
+        assert torch.allclose(sample.flipped, sample.latents.flip(-1), atol=1e-5)
+        assert not torch.equal(sample.flipped, sample.latents)
+    assert encode_pictures(read_folder(tmp_path / "pictures"), family, 64, counting.encoders)[0].flipped is None
+    with pytest.raises(DatasetError, match="needs at least 16"):
+        encode_pictures(read_folder(tmp_path / "pictures"), family, 8, counting.encoders)
+
+
+def test_a_second_run_encodes_nothing_and_a_changed_dependency_does(tmp_path):
+    family, folder = FAMILIES["krea2"], folder_of_two(tmp_path)
+
+    def run(resolution=64, flip=False, **ids):
+        counting, cache = Counting(family, **ids), Cache(tmp_path / "cache")
+        found = encode_pictures(read_folder(folder), family, resolution, counting.encoders, cache, flip)
+        assert cache.made == len(counting.asked)
+        return found, counting.asked
+
+    first, asked = run()
+    assert len(asked) == 4
+    second, asked = run()
+    assert asked == []
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one.latents, other.latents)
+        assert torch.equal(one.conditioning, other.conditioning)
+    assert run(picture_id="another vae")[1] == asked_pictures(64)
+    assert run(text_id="another encoder")[1] == ["caption a", "caption b"]
+    assert len(run(resolution=96)[1]) == 2
+    assert len(run(flip=True)[1]) == 2
+    (folder / "a.txt").write_text("another caption")
+    assert run()[1] == ["another caption"]
+    Image.new("RGB", (100, 70), "green").save(folder / "a.png")
+    assert len(run()[1]) == 1
+
+
+def asked_pictures(resolution):
+    from graft_lora.trainer.pictures import bucket
+
+    return [bucket(size, resolution, 16)[::-1] for size in ((100, 70), (70, 100))]
+
+
+def test_a_damaged_cache_file_is_named(tmp_path):
+    family, folder = FAMILIES["krea2"], folder_of_two(tmp_path)
+    encode_pictures(read_folder(folder), family, 64, Counting(family).encoders, Cache(tmp_path / "cache"))
+    broken = sorted((tmp_path / "cache").iterdir())[0]
+    broken.write_bytes(b"x")
+    with pytest.raises(DatasetError, match=f"{broken.name} in the cache is damaged .*remove it"):
+        encode_pictures(read_folder(folder), family, 64, Counting(family).encoders, Cache(tmp_path / "cache"))
+
+
+def test_samples_hold_no_graph_and_no_inference_tensors(tmp_path):
+    """Encoders whose weights require gradients, called under ComfyUI's inference mode."""
+    folder, family = folder_of_two(tmp_path), FAMILIES["krea2"]
+    conv, table = torch.nn.Conv2d(3, 16, 8, 8), torch.nn.Parameter(torch.ones(2, 4))
+    encoders = Encoders(conv, lambda caption: table * 2, conv, "vae", "te")
+    with torch.inference_mode():
+        under = encode_pictures(read_folder(folder), family, 64, encoders)
+    for sample in [*under, *encode_pictures(read_folder(folder), family, 64, encoders)]:
+        for tensor in (sample.latents, sample.conditioning):
+            assert not tensor.requires_grad
+            assert not tensor.is_inference()
+
+
+def test_encoded_samples_keep_mirror_image_weights_and_repeats(tmp_path):
+    family = FAMILIES["krea2"]
+    wanted = Sample(
+        "3_cat/a.png", "x", torch.randn(16, 4, 6), torch.randn(3, 4), torch.randn(16, 4, 6), torch.rand(4, 6), 3
+    )
+    assert write_sample(tmp_path, wanted, family).name == "3_cat__a.safetensors"
+    (found,) = read_samples(tmp_path, family, 4)
+    assert found.repeats == 3
+    assert torch.equal(found.flipped, wanted.flipped)
+    assert torch.equal(found.weights, wanted.weights)
+
+
+def encoded(family, name="a", width=4):
+    return Sample(name, "a cat", torch.randn(family.latent_channels, 4, 6), torch.randn(3, width))
+
+
+def test_encoded_samples_come_back(tmp_path, family_name):
+    family = FAMILIES[family_name]
+    wanted = encoded(family, "a.png")
+    path = write_sample(tmp_path, wanted, family)
+    assert path.name == "a.safetensors"
+    (found,) = read_samples(tmp_path, family, 4)
+    assert (found.name, found.caption) == ("a.png", "a cat")
+    assert torch.equal(found.latents, wanted.latents)
+    assert torch.equal(found.conditioning, wanted.conditioning)
+    with pytest.raises(FileExistsError):
+        write_sample(tmp_path, wanted, family)
+
+
+def test_encoded_samples_that_do_not_fit_are_named(tmp_path, monkeypatch):
+    krea2, ideogram4 = FAMILIES["krea2"], FAMILIES["ideogram4"]
+    write_sample(tmp_path, encoded(ideogram4, "other"), ideogram4)
+    write_sample(tmp_path, encoded(krea2, "wide", width=5), krea2)
+    write_sample(tmp_path, Sample("odd", "", torch.randn(16, 3, 4), torch.randn(3, 4)), krea2)
+    write_sample(tmp_path, Sample("nan", "", torch.full((16, 4, 4), torch.nan), torch.randn(3, 4)), krea2)
+    write_sample(tmp_path, Sample("mute", "", torch.randn(16, 4, 4), torch.randn(0, 4)), krea2)
+    write_state(tmp_path / "nameless.safetensors", {"latents": torch.randn(16, 4, 4)}, {"format": "graft-sample-1"})
+    (tmp_path / "text.safetensors").write_text("no")
+    monkeypatch.setattr(samples, "some", lambda names, most: "; ".join(names))
+    with pytest.raises(DatasetError) as caught:
+        read_samples(tmp_path, krea2, 4)
+    for part in (
+        "other.safetensors was encoded for ideogram4",
+        "wide.safetensors has conditioning [3, 5], the base wants [tokens, 4]",
+        "odd.safetensors has latents [16, 3, 4], wanted sides that are multiples of 2",
+        "mute.safetensors has conditioning [0, 4]",
+        "nameless.safetensors is no encoded sample",
+        "nan.safetensors has values that are not finite",
+        "text.safetensors cannot be read",
+    ):
+        assert part in str(caught.value)
+    with pytest.raises(DatasetError, match="holds no encoded samples"):
+        read_samples(tmp_path / "nothing", krea2, 4)

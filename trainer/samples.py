@@ -1,0 +1,229 @@
+"""Encoded samples: what a picture and its caption become, made once and kept on disk.
+
+The encoders are callables given by the caller; this file knows neither VAE nor text encoder.
+
+Shape suffixes: C latent channels, T tokens, W conditioning width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..lora_convert import read_state, write_state
+from .errors import DatasetError, some
+from .families import Family
+from .pictures import CaptionedPicture, bucket, to_pixels, to_weights
+
+SAMPLE_FORMAT = "graft-sample-1"
+REQUIRED, OPTIONAL = ("latents", "conditioning"), ("flipped", "weights")  # the tensors of a `Sample`
+CACHE_FORMAT = "graft-cache-1"
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """What turns pictures and words into the family's latents and conditioning, and latents back into pictures.
+
+    Everything that they are given is on the CPU.
+
+    Attributes:
+        picture: (1, 3, h, w) in [-1, 1] → (1, C, h', w') latents in the family's normalised space.
+        text: caption → (T, W).
+        decode: (1, C, h', w') → (1, 3, h, w).
+        picture_id: names the VAE and its weights; another one makes other cache entries.
+        text_id: names the text encoder and its weights, likewise.
+    """
+
+    picture: Callable[[Tensor], Tensor]
+    text: Callable[[str], Tensor]
+    decode: Callable[[Tensor], Tensor]
+    picture_id: str
+    text_id: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One encoded picture.
+
+    Attributes:
+        name: of the picture's file, within the dataset's folder.
+        caption: what the conditioning was encoded from.
+        latents: (C, h, w).
+        conditioning: (T, W).
+        flipped: latents of the mirrored picture; None where it is not to be mirrored.
+        weights: (h, w) in [0, 1] of the loss; None where all of the picture counts.
+        repeats: visits in one epoch.
+    """
+
+    name: str
+    caption: str
+    latents: Tensor
+    conditioning: Tensor
+    flipped: Tensor | None = None
+    weights: Tensor | None = None
+    repeats: int = 1
+
+
+class Cache:
+    """Encoded tensors on disk, one file each, named by a hash of everything that they depend on.
+
+    Attributes:
+        made: how many were encoded by this object.
+        found: how many were there already.
+    """
+
+    def __init__(self, folder: str | Path | None) -> None:
+        self.folder = None if folder is None else Path(folder)
+        self.made = self.found = 0
+
+    def get(self, dependencies: Sequence[object], make: Callable[[], Tensor]) -> Tensor:
+        """The tensor for these dependencies, from disk or made now and written, on the CPU and free of any graph.
+
+        Raises:
+            DatasetError: a damaged cache file.
+        """
+        name = hashlib.sha256(json.dumps([CACHE_FORMAT, *dependencies]).encode()).hexdigest()[:40]
+        path = None if self.folder is None else self.folder / f"{name}.safetensors"
+        if path is not None and path.is_file():
+            self.found += 1
+            return _read_cached(path)
+        with torch.no_grad():
+            made = make()
+        # Under ComfyUI's inference mode an encoder gives tensors that cannot be trained on; copies made outside can.
+        with torch.inference_mode(False):
+            tensor = made.detach().cpu().clone().contiguous()
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_state(path, {"tensor": tensor}, {"format": CACHE_FORMAT}, overwrite=True)
+        self.made += 1
+        return tensor
+
+
+def _read_cached(path: Path) -> Tensor:
+    try:
+        return read_state(path)[0]["tensor"]
+    except Exception as error:  # safetensors raises its own, undocumented kinds
+        raise DatasetError(f"{path} in the cache is damaged ({error}); remove it to have it made again") from error
+
+
+def encode_pictures(
+    pictures: Sequence[CaptionedPicture],
+    family: Family,
+    resolution: int,
+    encoders: Encoders,
+    cache: Cache | None = None,
+    flip: bool = False,
+) -> list[Sample]:
+    """Encodes each picture at its bucket, mirrored too if asked, and each caption, unless the cache has them.
+
+    Raises:
+        DatasetError: a resolution below the family's least, or a mask that does not fit.
+    """
+    multiple = family.latent_downscale * family.latent_multiple
+    if resolution < multiple:
+        raise DatasetError(f"resolution is {resolution}; {family.title} needs at least {multiple}")
+    cache = cache or Cache(None)
+    samples = []
+    for picture in pictures:
+        size = bucket(picture.size, resolution, multiple)
+        digest = hashlib.sha256(picture.path.read_bytes()).hexdigest()
+        latents = []
+        for flipped in (False, True) if flip else (False,):
+            depends = ("latents", family.name, encoders.picture_id, digest, size, flipped)
+            latents.append(cache.get(depends, partial(_latents, picture, size, flipped, encoders)))
+        depends_on_text = ("conditioning", family.name, encoders.text_id, picture.caption)
+        conditioning = cache.get(depends_on_text, partial(encoders.text, picture.caption))
+        height, width = latents[0].shape[-2:]
+        weights = to_weights(picture, size, (height, width))
+        mirrored = latents[1] if flip else None
+        samples.append(
+            Sample(picture.name, picture.caption, latents[0], conditioning, mirrored, weights, picture.repeats)
+        )
+    return samples
+
+
+def _latents(picture: CaptionedPicture, size: tuple[int, int], flipped: bool, encoders: Encoders) -> Tensor:
+    pixels = to_pixels(picture, size)
+    return encoders.picture(pixels.flip(-1) if flipped else pixels)[0]
+
+
+# --- whole samples on disk ------------------------------------------------------------------------------------------
+
+
+def write_sample(folder: str | Path, sample: Sample, family: Family, overwrite: bool = False) -> Path:
+    """Writes one encoded sample as `name.safetensors`, atomically."""
+    path = Path(folder) / f"{Path(sample.name).with_suffix('').as_posix().replace('/', '__')}.safetensors"
+    tensors = {
+        name: tensor.contiguous() for name in (*REQUIRED, *OPTIONAL) if (tensor := getattr(sample, name)) is not None
+    }
+    metadata = {
+        "format": SAMPLE_FORMAT,
+        "family": family.name,
+        "name": sample.name,
+        "caption": sample.caption,
+        "repeats": str(sample.repeats),
+    }
+    write_state(path, tensors, metadata, overwrite)
+    return path
+
+
+def read_samples(folder: str | Path, family: Family, width: int) -> list[Sample]:
+    """Reads every encoded sample of a folder.
+
+    Args:
+        folder: of files that `write_sample` made.
+        family: whose latents they must be.
+        width: W of the base's conditioning.
+
+    Raises:
+        DatasetError: no samples, or the names of those that do not fit the family or the base.
+    """
+    folder = Path(folder)
+    paths = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not paths:
+        raise DatasetError(f"{folder} holds no encoded samples (.safetensors files)")
+    samples, faults = [], []
+    for path in paths:
+        try:
+            tensors, metadata = read_state(path)
+        except Exception as error:  # safetensors raises its own, undocumented kinds
+            faults.append(f"{path.name} cannot be read ({error})")
+            continue
+        fault = _sample_fault(tensors, metadata, family, width)
+        if fault:
+            faults.append(f"{path.name} {fault}")
+        else:
+            repeats = int(metadata.get("repeats", 1))
+            samples.append(Sample(metadata["name"], metadata["caption"], repeats=repeats, **tensors))
+    if faults:
+        raise DatasetError(f"{folder}: {some(faults, 5)}")
+    return samples
+
+
+def _sample_fault(tensors: dict[str, Tensor], metadata: dict[str, str], family: Family, width: int) -> str | None:
+    known = set(REQUIRED) <= tensors.keys() <= {*REQUIRED, *OPTIONAL}
+    complete = {"name", "caption"} <= metadata.keys() and known
+    if metadata.get("format") != SAMPLE_FORMAT or not complete:
+        return f"is no encoded sample ({SAMPLE_FORMAT})"
+    if metadata.get("family") != family.name:
+        return f"was encoded for {metadata.get('family')}, the base is {family.title}"
+    latents, conditioning = tensors["latents"], tensors["conditioning"]
+    if latents.ndim != 3 or latents.shape[0] != family.latent_channels:
+        return f"has latents {list(latents.shape)}, wanted [{family.latent_channels}, h, w]"
+    if any(side % family.latent_multiple for side in latents.shape[1:]):
+        return f"has latents {list(latents.shape)}, wanted sides that are multiples of {family.latent_multiple}"
+    if conditioning.ndim != 2 or conditioning.shape[1] != width or not len(conditioning):
+        return f"has conditioning {list(conditioning.shape)}, the base wants [tokens, {width}]: another text encoder?"
+    flipped, weights = tensors.get("flipped", latents), tensors.get("weights", latents[0])
+    if flipped.shape != latents.shape or weights.shape != latents.shape[1:]:
+        return f"has flipped {list(flipped.shape)} and weights {list(weights.shape)} for latents {list(latents.shape)}"
+    if not all(tensor.isfinite().all() for tensor in tensors.values()):
+        return "has values that are not finite: encode it again"
+    return None

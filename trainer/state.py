@@ -1,0 +1,113 @@
+"""A run's state on disk, and whether a run may continue from it.
+
+The state is one file, written whole or not at all. With it goes a fingerprint of everything that decides what the next
+step computes: a run that differs in any of it is refused, with the difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..lora_convert import atomic_file
+from .errors import SettingsError, some
+from .loop import TrainSession
+from .samples import Sample
+from .settings import RunSettings
+
+STATE = "state.pt"
+# Settings that change when something is done or how much memory it takes, not what a step computes.
+FREE = {"checkpointing", "save_every", "keep", "held_out_every", "save_dtype"}
+PIECE = 2**20  # bytes hashed at each of the places below
+PLACES = 8
+
+
+def fingerprint(settings: RunSettings, base: Path, samples: Sequence[Sample]) -> dict[str, Any]:
+    """What the mathematics of a run depends on, as flat names and values."""
+    train = {key: value for key, value in asdict(settings.train).items() if key not in FREE}
+    if settings.train.schedule == "constant":
+        train.pop("steps")  # a constant rate does not know where it ends: a run may be made longer
+    return {
+        "base": file_digest(base),
+        "precision": settings.model.precision,
+        "compute_dtype": settings.model.compute_dtype,
+        "samples": samples_digest(samples),
+        "caption_dropout": settings.dataset.caption_dropout,
+        **{f"lora.{key}": value for key, value in asdict(settings.lora).items()},
+        **{f"train.{key}": value for key, value in train.items()},
+    }
+
+
+def file_digest(path: Path) -> str:
+    """A hash of the file's size and of pieces spread over it: 8 MiB read, whatever the size."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for place in range(PLACES):
+            file.seek(max(0, (size - PIECE) * place // (PLACES - 1)))
+            digest.update(file.read(PIECE))
+    return digest.hexdigest()
+
+
+def samples_digest(samples: Sequence[Sample]) -> str:
+    """A hash of every tensor, caption and repeat, in order."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(json.dumps([sample.name, sample.caption, sample.repeats]).encode())
+        for tensor in (sample.latents, sample.conditioning, sample.flipped, sample.weights):
+            if tensor is not None:
+                digest.update(str(tuple(tensor.shape)).encode())
+                digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def save(folder: Path, session: TrainSession, marks: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+    """Writes the session's state into `folder`, in place of the former one.
+
+    Args:
+        folder: made if it is not there.
+        session: between two steps.
+        marks: the run's fingerprint.
+        extra: plain values of the caller's, given back by `load`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"session": session.state_dict(), "fingerprint": dict(marks), "extra": dict(extra)}
+    with atomic_file(folder / STATE, overwrite=True) as temporary:
+        torch.save(content, temporary)
+
+
+def load(folder: Path, session: TrainSession, marks: Mapping[str, Any]) -> dict[str, Any]:
+    """Puts the session where `save` left it and returns the caller's extra values.
+
+    Raises:
+        SettingsError: there is no state, it is damaged, or the run differs from the one that it belongs to.
+    """
+    path = folder / STATE
+    if not path.is_file():
+        raise SettingsError(f"{folder} holds no saved state: there is nothing to resume")
+    try:
+        # Plain tensors and containers only: a state file cannot run code.
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        kept = content["fingerprint"]
+    except Exception as error:  # torch raises many kinds for a damaged archive
+        raise SettingsError(f"{path} is damaged and cannot be resumed from ({type(error).__name__})") from error
+    changed = [
+        f"{name} was {_short(kept.get(name))}, is {_short(marks.get(name))}"
+        for name in sorted({*kept, *marks})
+        if kept.get(name) != marks.get(name)
+    ]
+    if changed:
+        raise SettingsError(f"this run cannot continue the saved one: {some(changed, 6)}")
+    session.load_state_dict(content["session"])
+    return content["extra"]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 24 else f"{text[:12]}…"
