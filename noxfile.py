@@ -27,7 +27,7 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The whole suite."""
     install(session, "-e", ".[dev]")
-    arguments = session.posargs or ["-n", "2", "--dist", "worksteal"]
+    arguments = session.posargs or ["-n", "2", "--dist", "loadgroup"]
     session.run("pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
 
 
