@@ -7,13 +7,12 @@ import random
 import time
 from pathlib import Path
 
-import torch
-
 from ..trainer import adapters
 from ..trainer.adapters import LoraSettings
 from ..trainer.errors import SettingsError
 from ..trainer.evaluate import held_out_loss
 from ..trainer.families import FAMILIES, Family
+from ..trainer.pictures import pixels_of
 from ..trainer.preflight import check_output
 from ..trainer.run import RunResult, run
 from ..trainer.samples import Encoders, Sample
@@ -55,7 +54,7 @@ def demo(family_name: str, output: Path | None = None, steps: int | None = None)
         settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, steps=steps))
     parts = encoders(family)
     print(f"{family.title}'s architecture at demonstration size: {base_path(family).name}")
-    print(f"drawing {ZORBS + KNOWN} captioned pictures into {settings.dataset.pictures}")
+    print(f"drawing {ZORBS + KNOWN} captioned pictures into {shown(folder_of(folder))}")
     pictures = folder_of(folder)
     draw_folder(pictures, seed=0)
     result = run(settings, parts)
@@ -64,11 +63,16 @@ def demo(family_name: str, output: Path | None = None, steps: int | None = None)
     for label, samples in (("zorb, never seen by the base", zorbs), ("what the base knew", known)):
         before, after = (loss_with(result, adapter, samples) for adapter in (None, result.name))
         print(f"{label:<30}{before:>8.3f}{after:>11.3f}{after / before - 1:>+9.0%}")
-    print(f"\nLoRA           {result.lora}")
-    print(f"before / after {result.folder / 'preview.png'}")
-    print(f"loss plot      {result.folder / 'loss.png'}")
+    print(f"\nLoRA           {shown(result.lora)}")
+    print(f"before / after {shown(result.folder / 'preview.png')}")
+    print(f"loss plot      {shown(result.folder / 'loss.png')}")
     print(f"done in {time.perf_counter() - started:.0f} s")
     return result
+
+
+def shown(path: Path) -> Path:
+    """A path as it is best read: relative where it lies below the working directory."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def loss_with(result: RunResult, adapter: str | None, samples: list[Sample]) -> float:
@@ -117,10 +121,8 @@ def held_out(family: Family, parts: Encoders, seed: int = 99) -> tuple[list[Samp
 
 
 def encode(picture: Picture, parts: Encoders, name: str) -> Sample:
-    import numpy as np
-
-    pixels = torch.from_numpy(np.array(picture.image)).permute(2, 0, 1)[None].float() / 127.5 - 1
-    return Sample(name, picture.caption, parts.picture(pixels)[0], parts.text(picture.caption))
+    latents = parts.picture(pixels_of(picture.image))[0]
+    return Sample(name, picture.caption, latents, parts.text(picture.caption))
 
 
 def unused(folder: Path) -> Path:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -55,9 +55,17 @@ def _sync_folder(folder: Path) -> None:
 def write_state(
     path: str | Path, state: Mapping[str, Tensor], metadata: Mapping[str, str], overwrite: bool = False
 ) -> None:
-    """Writes a safetensors file atomically. Tensors may be on any device."""
+    """Writes a safetensors file atomically. Tensors may be on any device.
+
+    Raises:
+        FileExistsError: the file exists and overwriting was not asked for.
+        OSError: it cannot be written, such as on a full disk.
+    """
     with atomic_file(path, overwrite) as temporary:
-        save_file({key: tensor.detach().cpu() for key, tensor in state.items()}, temporary, dict(metadata))
+        try:
+            save_file({key: tensor.detach().cpu() for key, tensor in state.items()}, temporary, dict(metadata))
+        except SafetensorError as error:
+            raise OSError(f"{path} cannot be written ({error})") from error
 
 
 def read_state(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -54,6 +54,8 @@ class LoraSettings:
             raise SettingsError(f"rank is {self.rank}; wanted 1 to 4096, 16 or 32 being usual")
         if not self.alpha > 0:
             raise SettingsError(f"alpha is {self.alpha}; wanted a positive number, the rank being usual")
+        if self.alpha == math.inf:
+            raise SettingsError("alpha is infinite; wanted a positive number, the rank being usual")
         if not 0 <= self.dropout < 1:
             raise SettingsError(f"dropout is {self.dropout}; wanted a share from 0 up to, but not, 1")
 
@@ -141,7 +143,7 @@ def inject(
         generator: a CPU generator; the only source of the initial weights.
         dtype: dtype of the master weights.
     """
-    if not re.fullmatch(r"[\w-]+", name) or hasattr(nn.ModuleDict, name):
+    if not re.fullmatch(r"[\w-]+", name) or hasattr(nn.ModuleDict(), name):
         # PEFT keeps adapters in module dictionaries, where `train` or `keys` would hide a method.
         raise SettingsError(f"adapter name {name!r} cannot be used; wanted letters, digits, _ and -, such as {name}_1")
     if name in adapter_names(model):
@@ -227,6 +229,8 @@ def active(model: nn.Module, name: str | None, train: bool = False) -> Iterator[
             layer._active_adapter = [name] if name is not None and name in layer.lora_A else []
         for parameter, _ in before.flags:
             parameter.requires_grad_(False)
+        for dropout, _ in before.dropouts:
+            dropout.eval()
         if name is not None and train:
             for layer in adapted(model, name).values():
                 layer.lora_dropout[name].train()

@@ -44,7 +44,7 @@ class Average:
             parameter.copy_(value)
 
     def state_dict(self) -> dict[str, object]:
-        return {"updates": self.updates, "values": [value.cpu() for value in self.values]}
+        return {"updates": self.updates, "values": self.values}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, object]) -> None:

@@ -25,9 +25,7 @@ from .errors import TrainingError, some
 from .objective import add_noise, draw_noise, draw_sigmas, velocity_loss
 from .samples import Sample
 from .schedule import learning_rate
-from .settings import TrainSettings
-
-SAVE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from .settings import SAVE_DTYPES, TrainSettings
 
 
 @dataclass(frozen=True)
@@ -125,12 +123,22 @@ class TrainSession:
         """One optimiser step over `accumulation` batches, in which every picture counts the same.
 
         Raises:
-            TrainingError: the loss or the gradient is not finite; the weights are then as before the step.
+            TrainingError: the loss or the gradient is not finite. After any error in the forward or backward pass the
+                session is as before the step.
         """
         assert self._open is not None, "open the session first: with TrainSession(...) as session"
+        generator, stream = self.generator.get_state(), self.stream.state_dict()
+        try:
+            return self._step()
+        except BaseException:
+            # A step that failed has not happened: another try, or a resume, sees the same pictures and noise.
+            self.generator.set_state(generator)
+            self.stream.load_state_dict(stream)
+            self.optimizer.zero_grad()
+            raise
+
+    def _step(self) -> StepLog:
         started = time.perf_counter()
-        # What a step that failed half-way left behind must not be added to.
-        self.optimizer.zero_grad()
         groups = [next(self.stream) for _ in range(self.train.accumulation)]
         pictures = sum(len(group) for group in groups)
         total = 0.0
@@ -192,10 +200,10 @@ class TrainSession:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to continue bit-exactly; tensors on the CPU."""
+        """All that is needed to continue bit-exactly. Shares its tensors with the session: save it before the next step."""
         return {
             "done": self.done,
-            "adapter": [parameter.detach().cpu().clone() for parameter in self.parameters],
+            "adapter": [parameter.detach() for parameter in self.parameters],
             "average": None if self.average is None else self.average.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(),

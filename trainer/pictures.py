@@ -62,13 +62,13 @@ def read_folder(
         faults += _left_out(place, paths, top=place == folder)
         for path in paths:
             try:
-                caption = read_caption(path, family, default_caption)
-                mask = _mask_of(path)
+                caption = read_caption(path, family, default_caption, trigger)
                 size = _open(path).size
                 if min(size) < SMALLEST:
                     raise DatasetError(f"{path.name} is {size[0]} × {size[1]}; wanted at least {SMALLEST} per side")
-                name = str(path.relative_to(folder))
-                pictures.append(CaptionedPicture(path, name, _with_trigger(caption, trigger), size, mask, repeats))
+                mask = _mask_of(path, size)
+                name = path.relative_to(folder).as_posix()
+                pictures.append(CaptionedPicture(path, name, caption, size, mask, repeats))
             except DatasetError as error:
                 faults.append(str(error))
             except Exception as error:  # Pillow's readers raise whatever their formats' parsers do
@@ -80,13 +80,16 @@ def read_folder(
     return pictures
 
 
-def read_caption(picture: Path, family: Family | None, default: str) -> str:
-    """The caption beside a picture; a structured one as compact JSON, which is what the text encoder reads."""
+def read_caption(picture: Path, family: Family | None, default: str, trigger: str) -> str:
+    """The caption beside a picture; a structured one as compact JSON, which is what the text encoder reads.
+
+    The trigger is put before it, or before a structured one's first field, unless it is there already.
+    """
     text_file, json_file = picture.with_suffix(".txt"), picture.with_suffix(".json")
     path = json_file if json_file.is_file() else text_file
     if not path.is_file():
         if default:
-            return default
+            return _with_trigger(default, trigger)
         raise DatasetError(f"{picture.name} has no caption {text_file.name}")
     if json_file.is_file() and text_file.is_file():
         raise DatasetError(f"{picture.name} has two captions, {text_file.name} and {json_file.name}")
@@ -97,13 +100,13 @@ def read_caption(picture: Path, family: Family | None, default: str) -> str:
     if path == text_file:
         if not text and not default:
             raise DatasetError(f"{path.name} is empty; write a caption or set a default one")
-        return text or default
+        return _with_trigger(text or default, trigger)
     if family is None or not family.json_captions:
         raise DatasetError(f"{path.name}: {family.title if family else 'this model'} takes no structured captions")
-    return _structured(path, text)
+    return _structured(path, text, trigger)
 
 
-def _structured(path: Path, text: str) -> str:
+def _structured(path: Path, text: str, trigger: str) -> str:
     try:
         fields = json.loads(text)
     except ValueError as error:
@@ -115,17 +118,15 @@ def _structured(path: Path, text: str) -> str:
     if missing or unknown:
         fault = f"lacks {some(missing)}" if missing else f"has the unknown field {some(unknown)}"
         raise DatasetError(f"{path.name} {fault}; wanted {', '.join(JSON_FIELDS)} (the last one may be left out)")
+    if not re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", json.dumps(list(fields.values())), re.IGNORECASE):
+        fields[JSON_FIELDS[0]] = _with_trigger(str(fields[JSON_FIELDS[0]]), trigger)
     return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
 
 
-def _with_trigger(caption: str, trigger: str) -> str:
-    if not trigger or trigger.lower() in caption.lower():
-        return caption
-    if caption.startswith("{"):
-        fields = json.loads(caption)
-        fields[JSON_FIELDS[0]] = f"{trigger}, {fields[JSON_FIELDS[0]]}"
-        return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
-    return f"{trigger}, {caption}"
+def _with_trigger(text: str, trigger: str) -> str:
+    """The trigger before a text that does not hold it as a word of its own."""
+    holds = re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", text, re.IGNORECASE)
+    return text if not trigger or holds else f"{trigger}, {text}"
 
 
 def _places(folder: Path) -> list[tuple[Path, int]]:
@@ -142,9 +143,29 @@ def _is_picture(path: Path) -> bool:
     return path.is_file() and path.suffix.lower() in PICTURES and not path.stem.endswith(MASK)
 
 
-def _mask_of(picture: Path) -> Path | None:
-    mask = picture.with_name(f"{picture.stem}{MASK}.png")
-    return mask if mask.is_file() else None
+def _mask_of(picture: Path, size: tuple[int, int]) -> Path | None:
+    """The mask beside a picture of this size, if there is one.
+
+    Raises:
+        DatasetError: it cannot be read, is of another size, or black all over.
+    """
+    path = picture.with_name(f"{picture.stem}{MASK}.png")
+    if not path.is_file():
+        return None
+    try:
+        mask = _open_mask(path)
+    except Exception as error:  # Pillow's readers raise whatever their formats' parsers do
+        raise DatasetError(f"{path.name} cannot be read ({error})") from error
+    if mask.size != size:
+        raise DatasetError(f"{path.name} is {mask.size}, its picture is {size}; wanted the same size")
+    if mask.getextrema() == (0, 0):
+        raise DatasetError(f"{path.name} is black: nothing of {picture.name} would be learned")
+    return path
+
+
+def _open_mask(path: Path) -> Image.Image:
+    """A mask in 8-bit grey; what is transparent in it is left out, like black."""
+    return _open(path, "black").convert("L")
 
 
 def _left_out(folder: Path, paths: Sequence[Path], top: bool) -> list[str]:
@@ -155,7 +176,7 @@ def _left_out(folder: Path, paths: Sequence[Path], top: bool) -> list[str]:
     for path in sorted(folder.iterdir()):
         kind = path.suffix.lower()
         if path.is_dir():
-            if path not in read and any(_is_picture(entry) for entry in path.iterdir()):
+            if path not in read and not path.name.startswith(".") and any(map(_is_picture, path.rglob("*"))):
                 faults.append(
                     f"the subfolder {path.name} holds pictures, which are not read: move them up, or name it "
                     "1_something to have them read"
@@ -170,8 +191,9 @@ def _left_out(folder: Path, paths: Sequence[Path], top: bool) -> list[str]:
     return faults
 
 
-def _open(path: Path) -> Image.Image:
-    """A picture, upright, in RGB. Decodes all of it, so that a damaged file is found here."""
+def _open(path: Path, behind: str = "white") -> Image.Image:
+    """A picture, upright, in RGB, with a colour behind what is transparent. Decodes all of it, so that a damaged file
+    is found here."""
     with Image.open(path) as file:
         # A phone's JPEG may carry a second, smaller frame (MPO): the first is the picture.
         if getattr(file, "n_frames", 1) > 1 and file.format != "MPO":
@@ -181,8 +203,7 @@ def _open(path: Path) -> Image.Image:
             raise ValueError(f"it has {image.mode} pixels; save it with 8 bits per channel")
         if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
             image = image.convert("RGBA")
-            white = Image.new("RGBA", image.size, "white")
-            image = Image.alpha_composite(white, image)
+            image = Image.alpha_composite(Image.new("RGBA", image.size, behind), image)
         return image.convert("RGB")
 
 
@@ -206,7 +227,11 @@ def _misfit(size: tuple[int, int], aspect: float, resolution: int) -> float:
 
 def to_pixels(picture: CaptionedPicture, size: tuple[int, int]) -> Tensor:
     """The middle of a picture at a bucket's size: (1, 3, h, w) in [-1, 1]."""
-    image = ImageOps.fit(_open(picture.path), size, Image.Resampling.LANCZOS)
+    return pixels_of(ImageOps.fit(_open(picture.path), size, Image.Resampling.LANCZOS))
+
+
+def pixels_of(image: Image.Image) -> Tensor:
+    """An RGB image as (1, 3, h, w) in [-1, 1]."""
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 127.5 - 1
 
 
@@ -214,15 +239,14 @@ def to_weights(picture: CaptionedPicture, size: tuple[int, int], cells: tuple[in
     """The picture's mask, cropped like the picture, as weights (h, w) in [0, 1] of its latents' cells.
 
     Raises:
-        DatasetError: a mask of another size than its picture, or one that is black all over.
+        DatasetError: the crop left nothing of it.
     """
     if picture.mask is None:
         return None
-    mask = _open(picture.mask).convert("L")
-    if mask.size != picture.size:
-        raise DatasetError(f"{picture.mask.name} is {mask.size}, its picture is {picture.size}; wanted the same size")
-    fitted = ImageOps.fit(mask, size, Image.Resampling.BOX).resize((cells[1], cells[0]), Image.Resampling.BOX)
+    fitted = ImageOps.fit(_open_mask(picture.mask), size, Image.Resampling.BOX).resize(
+        (cells[1], cells[0]), Image.Resampling.BOX
+    )
     weights = torch.from_numpy(np.array(fitted)).float() / 255
     if not weights.any():
-        raise DatasetError(f"{picture.mask.name} is black: nothing of {picture.name} would be learned")
+        raise DatasetError(f"{picture.mask.name} is black where {picture.name} is cropped to: nothing would be learned")
     return weights

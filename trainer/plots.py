@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from PIL import Image
 from torch import Tensor
 
 from ..lora_convert import atomic_file
@@ -25,7 +26,7 @@ def loss_plot(path: str | Path, losses: Sequence[float], title: str, overwrite: 
     axes.plot(steps, smoothed(losses), color=ACCENT, linewidth=2, label="running mean")
     axes.set_xlabel("step")
     axes.set_ylabel("velocity loss")
-    axes.set_title(title, loc="left", color=INK)
+    axes.set_title(title, loc="left", color=INK, parse_math=False)
     axes.set_xlim(1, max(2, len(losses)))
     axes.set_ylim(bottom=0)
     axes.grid(axis="y", alpha=0.25)
@@ -68,10 +69,22 @@ def preview_grid(
             axes.set_yticks([])
             axes.spines[:].set_visible(False)
             if column == 0:
-                axes.set_ylabel(label, color=INK, fontsize=11)
+                axes.set_ylabel(label, color=INK, fontsize=11, parse_math=False)
             if row == 0:
-                axes.set_title(textwrap.fill(prompts[column], 24), color=INK, fontsize=8)
+                axes.set_title(textwrap.fill(prompts[column], 24), color=INK, fontsize=8, parse_math=False)
     _write(figure, path, overwrite)
+
+
+def stack(path: str | Path, pictures: Sequence[Path]) -> None:
+    """Pictures of one width, one under the other."""
+    images = [Image.open(picture).convert("RGB") for picture in pictures]
+    strip = Image.new("RGB", (max(i.width for i in images), sum(i.height for i in images)), "white")
+    top = 0
+    for image in images:
+        strip.paste(image, (0, top))
+        top += image.height
+    with atomic_file(path, overwrite=True) as temporary:
+        strip.save(temporary, format="PNG")
 
 
 def _write(figure: Figure, path: str | Path, overwrite: bool) -> None:

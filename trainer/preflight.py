@@ -85,7 +85,7 @@ def check_output(settings: RunSettings, resume: bool = False) -> None:
             f"the output folder {folder} cannot be made: {standing} is no folder that can be written to"
         )
     name = settings.name or folder.name
-    if not name or name != Path(name).name or name in (".", "..") or len(name) > 100:
+    if not name or name != Path(name).name or name in (".", "..") or len(os.fsencode(name)) > 180:
         raise SettingsError(f"name {name!r} cannot be a file's name; give a short one without folders")
 
 
@@ -96,6 +96,8 @@ def check_device(device: str) -> None:
         kind = torch.device(device)
     except RuntimeError as error:
         raise SettingsError(f"device {device!r} is not known; use cpu, cuda or cuda:0") from error
+    if kind.type not in ("cpu", "cuda"):
+        raise SettingsError(f"device {device!r} is not one that Graft trains on; use cpu, cuda or cuda:0")
     if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
         raise SettingsError(
             f'device is {device!r}, but torch sees {torch.cuda.device_count()} CUDA devices; use device = "cpu"'

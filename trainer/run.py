@@ -6,6 +6,7 @@ The folder holds `config.json`, `log.jsonl`, `state/`, `previews/`, the plots an
 from __future__ import annotations
 
 import json
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -23,15 +24,17 @@ from ..lora_convert import atomic_file
 from . import adapters, attention, state
 from .base_model import Base, load_base
 from .checkpoints import ModelFile
-from .errors import DatasetError, GraftError
+from .errors import DatasetError, TrainingError
 from .evaluate import held_out_loss
 from .loop import StepLog, TrainSession
 from .pictures import read_folder
-from .plots import loss_plot, preview_grid
+from .plots import loss_plot, preview_grid, stack
 from .preflight import check
 from .samples import Cache, Encoders, Sample, encode_pictures, read_samples
 from .sampling import sample
 from .settings import RunSettings
+
+LOG, HELD_OUT = "log.jsonl", "held_out.jsonl"
 
 Say = Callable[[str], None]
 
@@ -60,12 +63,16 @@ def run(settings: RunSettings, encoders: Encoders | None = None, say: Say = prin
         GraftError: what is wrong; where a check failed, nothing has been written.
     """
     file = check(settings, encoders, resume)
-    samples = read_dataset(settings, file, encoders, say)
+    training, held_out = split(
+        read_dataset(settings, file, encoders, say), settings.dataset.held_out, settings.train.seed
+    )
+    marks = state.fingerprint(settings, file.path, training)
+    saved = state.read(Path(settings.output).resolve() / "state", marks) if resume else None
     device = settings.model.device or ("cuda" if torch.cuda.is_available() else "cpu")
     base = load_base(file, settings.model.precision, settings.model.compute_dtype, device)
     for note in base.notes:
         say(note)
-    return Run(settings, encoders, say, base, samples, resume).finish()
+    return Run(settings, encoders, say, base, training, held_out, marks, saved).finish()
 
 
 def read_dataset(settings: RunSettings, file: ModelFile, encoders: Encoders | None, say: Say) -> list[Sample]:
@@ -77,6 +84,7 @@ def read_dataset(settings: RunSettings, file: ModelFile, encoders: Encoders | No
         return samples
     assert encoders is not None
     pictures = read_folder(dataset.pictures, family, dataset.trigger, dataset.default_caption)
+    check_held_out(dataset.held_out, len(pictures))
     cache = Cache(dataset.encoded or Path(dataset.pictures) / ".graft-cache")
     samples = encode_pictures(pictures, family, dataset.resolution, encoders, cache, dataset.flip)
     shapes = len({tuple(sample.latents.shape) for sample in samples})
@@ -93,13 +101,15 @@ class Run:
         encoders: Encoders | None,
         say: Say,
         base: Base,
-        samples: Sequence[Sample],
-        resume: bool,
+        training: Sequence[Sample],
+        held_out: Sequence[Sample],
+        marks: dict[str, Any],
+        saved: dict[str, Any] | None,
     ) -> None:
         self.settings, self.encoders, self.say, self.base = settings, encoders, say, base
         self.folder = Path(settings.output).resolve()
         self.name = settings.name or self.folder.name
-        self.training, self.held_out = split(samples, settings.dataset.held_out, settings.train.seed)
+        self.training, self.held_out, self.marks = training, held_out, marks
         empty = None if encoders is None or base.family.image_only_pass else encoders.text("")
         self.session = TrainSession(
             base,
@@ -112,31 +122,31 @@ class Run:
         )
         count = sum(parameter.numel() for parameter in self.session.parameters)
         say(f"rank {settings.lora.rank} on {len(self.session.targets)} Linears: {count:,} parameters")
-        self.marks = state.fingerprint(settings, base.source, self.training)
         self.best = float("inf")
-        self.rows: dict[str, list[Tensor]] = {}
-        if resume:
-            self._resume()
-        else:
-            self._begin()
-
-    def _begin(self) -> None:
+        if saved is not None:
+            self._continue(saved)
         self.folder.mkdir(parents=True, exist_ok=True)
-        with atomic_file(self.folder / "config.json") as temporary:
+        with atomic_file(self.folder / "config.json", overwrite=True) as temporary:
             temporary.write_text(json.dumps(asdict(self.settings), indent=1), encoding="utf-8")
-        self.session.try_saving(self.folder)
+        if saved is None:
+            self.session.try_saving(self.folder)
+            # From here on the run can be resumed, whenever it ends.
+            self._save_state()
 
-    def _resume(self) -> None:
-        extra = state.load(self.folder / "state", self.session, self.marks)
-        self.best = extra["best"]
+    def _continue(self, saved: dict[str, Any]) -> None:
+        self.session.load_state_dict(saved["session"])
+        self.best = saved["extra"]["best"]
         # What was logged after that state will be done, and logged, again.
-        lines = [line for line in self._log() if line["step"] <= self.session.done]
-        with atomic_file(self.folder / "log.jsonl", overwrite=True) as temporary:
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        for name in (LOG, HELD_OUT):
+            lines = [line for line in self._lines(name) if line["step"] <= self.session.done]
+            if (self.folder / name).is_file():
+                with atomic_file(self.folder / name, overwrite=True) as temporary:
+                    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         self.say(f"continuing after step {self.session.done}")
 
-    def _log(self) -> list[dict[str, float]]:
-        path = self.folder / "log.jsonl"
+    def _lines(self, name: str) -> list[dict[str, float]]:
+        """What a log holds so far."""
+        path = self.folder / name
         if not path.is_file():
             return []
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -146,34 +156,44 @@ class Run:
     def finish(self) -> RunResult:
         """Trains to the end, or until Ctrl-C, and writes the results."""
         lora = self.folder / f"{self.name}.safetensors"
-        self.rows["base"] = self.preview(None)
+        before = self.preview(None)
+        self._write_preview(0, before)
         with self.session, stop_after_step() as stop:
             self._train(stop)
+        if self.session.done == 0:
+            raise TrainingError("stopped before the first step: there is no LoRA; resume to begin")
         if not stop.is_set():
             self.session.check_trained()
         self.session.save(lora, overwrite=True)
-        losses = tuple(line["loss"] for line in self._log())
+        losses = tuple(line["loss"] for line in self._lines(LOG))
         loss_plot(self.folder / "loss.png", losses, f"{self.name} on {self.base.source.name}", overwrite=True)
-        self._preview_grid()
+        with self.session.result():
+            after = self.preview(self.session.name)
+        self._write_grid(before, after)
         return RunResult(self.folder, lora, self.base, self.session.name, losses)
 
     def _train(self, stop: threading.Event) -> None:
-        """The steps, each logged, with what is due after it. A step that fails leaves the state before it saved."""
+        """The steps, each logged, with what is due after it.
+
+        Running out of memory leaves the state before that step saved. A loss that is not finite leaves the last state
+        that was saved before, since the weights had probably gone astray already.
+        """
         session = self.session
         steps = session.train.steps
         with (
-            (self.folder / "log.jsonl").open("a", encoding="utf-8") as log,
+            (self.folder / LOG).open("a", encoding="utf-8") as log,
             tqdm(total=steps, initial=session.done, unit="step", dynamic_ncols=True, mininterval=0.5) as progress,
         ):
             recent: list[float] = []
             while session.done < steps and not stop.is_set():
                 try:
                     entry = session.step()
-                except GraftError:
-                    if session.done:
-                        self._save_state()
-                        self.say(f"the state after step {session.done} is saved")
-                    raise
+                except torch.OutOfMemoryError as error:
+                    self._save_state()
+                    raise TrainingError(
+                        f"out of memory in step {session.done + 1}; the state before it is saved: resume with "
+                        "checkpointing, or begin anew with a lower resolution, batch size, rank or precision"
+                    ) from error
                 self._write(log, entry)
                 recent = [*recent[-19:], entry.loss]
                 progress.set_postfix(loss=f"{sum(recent) / len(recent):.3f}", refresh=False)
@@ -197,18 +217,23 @@ class Run:
         if train.save_every and step % train.save_every == 0 and step < steps:
             self.session.save(self.folder / f"{self.name}-{step:06}.safetensors", overwrite=True)
             self._save_state()
-            kept = sorted(self.folder.glob(f"{self.name}-??????.safetensors"))
-            for old in kept[: -train.keep]:
+            for old in self._saves()[: -train.keep]:
                 old.unlink()
+
+    def _saves(self) -> list[Path]:
+        """The LoRAs that this run saved at intervals, oldest first; nothing else that may lie in the folder."""
+        pattern = re.compile(re.escape(self.name) + r"-(\d{6,})\.safetensors")
+        found = {path: pattern.fullmatch(path.name) for path in self.folder.iterdir()}
+        return sorted((path for path in found if found[path]), key=lambda path: int(found[path][1]))  # type: ignore[index]
 
     def _save_state(self) -> None:
         state.save(self.folder / "state", self.session, self.marks, {"best": self.best})
 
     def _measure(self, step: int) -> None:
         """Held-out loss; the LoRA with the lowest one is kept beside the others."""
-        with self.session.result():
+        with self.session.result(), adapters.active(self.base.model, self.session.name):
             loss = held_out_loss(self.base.model, self.base.family, self.held_out, seed=self.settings.train.seed)
-        with (self.folder / "held_out.jsonl").open("a", encoding="utf-8") as log:
+        with (self.folder / HELD_OUT).open("a", encoding="utf-8") as log:
             log.write(json.dumps({"step": step, "loss": loss}) + "\n")
         self.say(f"held-out loss after step {step}: {loss:.4f}")
         if loss < self.best:
@@ -216,39 +241,42 @@ class Run:
             self.session.save(self.folder / f"{self.name}-best.safetensors", overwrite=True)
 
     def _preview(self, step: int) -> None:
-        """Pictures of the adapter as it is; a preview that runs out of memory is left out with a word."""
-        if not self.settings.preview.prompts:
-            return
-        try:
-            with self.session.result():
-                pictures = self.preview(self.session.name)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            self.say(f"the preview after step {step} did not fit into memory and is left out; the training goes on")
-            return
-        self.rows[f"step {step}"] = pictures
-        (self.folder / "previews").mkdir(exist_ok=True)
-        path = self.folder / "previews" / f"{step:06}.png"
-        preview_grid(path, {f"step {step}": pictures}, self.settings.preview.prompts, overwrite=True)
-
-    def _preview_grid(self) -> None:
-        """Before and after, and the whole way between them."""
-        if self.encoders is None or not self.settings.preview.prompts:
-            return
-        prompts = self.settings.preview.prompts
         with self.session.result():
-            self.rows["with LoRA"] = self.preview(self.session.name)
-        ends = {label: self.rows[label] for label in ("base", "with LoRA")}
-        preview_grid(self.folder / "preview.png", ends, prompts, overwrite=True)
-        if len(self.rows) > 2:
-            preview_grid(self.folder / "previews" / "strip.png", self.rows, prompts, overwrite=True)
+            self._write_preview(step, self.preview(self.session.name))
+
+    def _write_preview(self, step: int, pictures: list[Tensor]) -> None:
+        """One picture file a time, and all of them under one another."""
+        if not pictures or not self.settings.preview.every:
+            return
+        folder = self.folder / "previews"
+        folder.mkdir(exist_ok=True)
+        label = f"step {step}" if step else "base"
+        preview_grid(folder / f"{step:06}.png", {label: pictures}, self.settings.preview.prompts, overwrite=True)
+        stack(folder / "strip.png", sorted(path for path in folder.glob("*.png") if path.stem.isdigit()))
+
+    def _write_grid(self, before: list[Tensor], after: list[Tensor]) -> None:
+        rows = {label: row for label, row in (("base", before), ("with LoRA", after)) if row}
+        if rows:
+            preview_grid(self.folder / "preview.png", rows, self.settings.preview.prompts, overwrite=True)
 
     def preview(self, adapter: str | None) -> list[Tensor]:
-        """One picture (3, h, w) per prompt, each from the same noise whatever the adapter."""
-        if self.encoders is None:
+        """One picture (3, h, w) per prompt, each from the same noise whatever the adapter.
+
+        None at all where they do not fit into memory: that is said, and never ends the run.
+        """
+        if self.encoders is None or not self.settings.preview.prompts:
             return []
+        try:
+            return self._sample(self.encoders, adapter)
+        except torch.OutOfMemoryError:
+            self.say(f"the preview after step {self.session.done} did not fit into memory and is left out")
+        # Out of the handler, where the error no longer holds on to the tensors of the attempt.
+        torch.cuda.empty_cache()
+        return []
+
+    def _sample(self, encoders: Encoders, adapter: str | None) -> list[Tensor]:
         pictures = []
-        base, encoders, settings = self.base, self.encoders, self.settings.preview
+        base, settings = self.base, self.settings.preview
         device = next(base.model.parameters()).device
         unconditional = None if base.family.image_only_pass else encoders.text("")[None].to(device)
         with adapters.active(base.model, adapter), attention.training_backends():
@@ -273,14 +301,18 @@ def split(samples: Sequence[Sample], held_out: int, seed: int) -> tuple[list[Sam
     Raises:
         DatasetError: nothing would be left to train on.
     """
-    if held_out >= len(samples):
-        raise DatasetError(f"held_out is {held_out} of {len(samples)} samples: nothing would be left to train on")
+    check_held_out(held_out, len(samples))
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed)).tolist()
     chosen = set(order[:held_out])
     groups: tuple[list[Sample], list[Sample]] = ([], [])
     for index, entry in enumerate(samples):
         groups[index in chosen].append(entry)
     return groups
+
+
+def check_held_out(held_out: int, count: int) -> None:
+    if held_out >= count:
+        raise DatasetError(f"held_out is {held_out} of {count} samples: nothing would be left to train on")
 
 
 @contextmanager
@@ -306,7 +338,7 @@ def stop_after_step() -> Iterator[threading.Event]:
 def adapter_name(name: str) -> str:
     """A run's name with what an adapter's name cannot hold replaced."""
     plain = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in name)
-    return f"{plain}_" if hasattr(torch.nn.ModuleDict, plain) else plain
+    return f"{plain}_" if hasattr(torch.nn.ModuleDict(), plain) else plain
 
 
 def _is_due(step: int, steps: int, every: int) -> bool:

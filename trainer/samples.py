@@ -83,11 +83,11 @@ class Cache:
         self.folder = None if folder is None else Path(folder)
         self.made = self.found = 0
 
-    def get(self, dependencies: Sequence[object], make: Callable[[], Tensor]) -> Tensor:
+    def get(self, what: str, dependencies: Sequence[object], make: Callable[[], Tensor]) -> Tensor:
         """The tensor for these dependencies, from disk or made now and written, on the CPU and free of any graph.
 
         Raises:
-            DatasetError: a damaged cache file.
+            DatasetError: a damaged cache file, or an encoder that gave values which are not finite for `what`.
         """
         name = hashlib.sha256(json.dumps([CACHE_FORMAT, *dependencies]).encode()).hexdigest()[:40]
         path = None if self.folder is None else self.folder / f"{name}.safetensors"
@@ -99,6 +99,8 @@ class Cache:
         # Under ComfyUI's inference mode an encoder gives tensors that cannot be trained on; copies made outside can.
         with torch.inference_mode(False):
             tensor = made.detach().cpu().clone().contiguous()
+        if not tensor.isfinite().all():
+            raise DatasetError(f"the encoder gave values that are not finite for {what}; use it in bf16 or fp32")
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_state(path, {"tensor": tensor}, {"format": CACHE_FORMAT}, overwrite=True)
@@ -137,9 +139,11 @@ def encode_pictures(
         latents = []
         for flipped in (False, True) if flip else (False,):
             depends = ("latents", family.name, encoders.picture_id, digest, size, flipped)
-            latents.append(cache.get(depends, partial(_latents, picture, size, flipped, encoders)))
+            latents.append(cache.get(picture.name, depends, partial(_latents, picture, size, flipped, encoders)))
         depends_on_text = ("conditioning", family.name, encoders.text_id, picture.caption)
-        conditioning = cache.get(depends_on_text, partial(encoders.text, picture.caption))
+        conditioning = cache.get(
+            f"the caption of {picture.name}", depends_on_text, partial(encoders.text, picture.caption)
+        )
         height, width = latents[0].shape[-2:]
         weights = to_weights(picture, size, (height, width))
         mirrored = latents[1] if flip else None
@@ -214,6 +218,9 @@ def _sample_fault(tensors: dict[str, Tensor], metadata: dict[str, str], family: 
         return f"is no encoded sample ({SAMPLE_FORMAT})"
     if metadata.get("family") != family.name:
         return f"was encoded for {metadata.get('family')}, the base is {family.title}"
+    repeats = metadata.get("repeats", "1")
+    if not repeats.isdigit() or int(repeats) < 1:
+        return f"has repeats {repeats!r}, wanted 1 or more"
     latents, conditioning = tensors["latents"], tensors["conditioning"]
     if latents.ndim != 3 or latents.shape[0] != family.latent_channels:
         return f"has latents {list(latents.shape)}, wanted [{family.latent_channels}, h, w]"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from .adapters import LoraSettings
 from .base_model import COMPUTE_DTYPES, PRECISIONS
@@ -17,7 +20,7 @@ from .objective import DISTRIBUTIONS
 from .optimizers import OPTIMIZERS
 from .schedule import SCHEDULES
 
-SAVE_DTYPES = ("fp32", "bf16", "fp16")
+SAVE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _one_of(what: str, value: str, choices: typing.Iterable[str]) -> None:
@@ -26,8 +29,13 @@ def _one_of(what: str, value: str, choices: typing.Iterable[str]) -> None:
 
 
 def _at_least(what: str, value: float, least: float) -> None:
-    if not value >= least:
+    if not least <= value < math.inf:
         raise SettingsError(f"{what} is {value}; wanted at least {least}")
+
+
+def _below_seeds(what: str, value: int) -> None:
+    if not 0 <= value < 2**62:
+        raise SettingsError(f"{what} is {value}; wanted 0 or more, and less than 2^62")
 
 
 @dataclass(frozen=True)
@@ -141,9 +149,7 @@ class TrainSettings:
         _at_least("warmup_steps", self.warmup_steps, 0)
         _at_least("weight_decay", self.weight_decay, 0)
         _at_least("max_grad_norm", self.max_grad_norm, 0)
-        _at_least("seed", self.seed, 0)
-        if self.seed >= 2**63:
-            raise SettingsError(f"seed is {self.seed}; wanted less than 2^63")
+        _below_seeds("seed", self.seed)
         _at_least("save_every", self.save_every, 0)
         _at_least("keep", self.keep, 1)
         _at_least("held_out_every", self.held_out_every, 0)
@@ -174,6 +180,7 @@ class PreviewSettings:
     guidance: float = 0.0
 
     def __post_init__(self) -> None:
+        _below_seeds("preview.seed", self.seed)
         _at_least("preview.every", self.every, 0)
         _at_least("preview.steps", self.steps, 0)
         _at_least("preview.guidance", self.guidance, 0)

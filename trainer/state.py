@@ -45,7 +45,10 @@ def fingerprint(settings: RunSettings, base: Path, samples: Sequence[Sample]) ->
 
 
 def file_digest(path: Path) -> str:
-    """A hash of the file's size and of pieces spread over it: 8 MiB read, whatever the size."""
+    """A hash of the file's size and of pieces spread over it: 8 MiB read, whatever the size.
+
+    It tells models apart, not copies of one model of which a few weights were changed.
+    """
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
@@ -74,16 +77,22 @@ def save(folder: Path, session: TrainSession, marks: Mapping[str, Any], extra: M
         folder: made if it is not there.
         session: between two steps.
         marks: the run's fingerprint.
-        extra: plain values of the caller's, given back by `load`.
+        extra: plain values of the caller's, given back by `read`.
+
+    Raises:
+        OSError: it cannot be written, such as on a full disk; the former state is then still there.
     """
     folder.mkdir(parents=True, exist_ok=True)
     content = {"session": session.state_dict(), "fingerprint": dict(marks), "extra": dict(extra)}
     with atomic_file(folder / STATE, overwrite=True) as temporary:
-        torch.save(content, temporary)
+        try:
+            torch.save(content, temporary)
+        except RuntimeError as error:  # what torch's archive writer makes of a full disk
+            raise OSError(f"{folder / STATE} cannot be written ({str(error).splitlines()[0]})") from error
 
 
-def load(folder: Path, session: TrainSession, marks: Mapping[str, Any]) -> dict[str, Any]:
-    """Puts the session where `save` left it and returns the caller's extra values.
+def read(folder: Path, marks: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved state of a run with this fingerprint: `session`, for `TrainSession.load_state_dict`, and `extra`.
 
     Raises:
         SettingsError: there is no state, it is damaged, or the run differs from the one that it belongs to.
@@ -104,8 +113,7 @@ def load(folder: Path, session: TrainSession, marks: Mapping[str, Any]) -> dict[
     ]
     if changed:
         raise SettingsError(f"this run cannot continue the saved one: {some(changed, 6)}")
-    session.load_state_dict(content["session"])
-    return content["extra"]
+    return content
 
 
 def _short(value: Any) -> str:

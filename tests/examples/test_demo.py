@@ -5,8 +5,10 @@ Fixed seeds, fixed noise, the family's own distribution of noise levels.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import io
 
 import pytest
 import tiny
@@ -149,13 +151,23 @@ def test_learning_rate_zero_changes_no_loss(tmp_path, name):
 
 
 @pytest.fixture(scope="module", params=FAMILY)
-def demo_result(request, tmp_path_factory):
-    """The demo command, short."""
-    return demo(request.param, tmp_path_factory.mktemp("demo") / "run", steps=20)
+def demo_run(request, tmp_path_factory):
+    """The demo command, short, and what it printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        result = demo(request.param, tmp_path_factory.mktemp("demo") / "run", steps=20)
+    return result, printed.getvalue()
 
 
-def test_demo_writes_all_that_it_names(demo_result, capsys):
+def test_demo_writes_all_that_it_names(demo_run):
+    demo_result, printed = demo_run
     folder = demo_result.folder
+    for path in (demo_result.lora, folder / "preview.png", folder / "loss.png"):
+        assert str(path) in printed
+    concept, _ = held_out(demo_result.base.family, encoders(demo_result.base.family))
+    for adapter in (None, demo_result.name):
+        with adapters.active(demo_result.base.model, adapter):
+            assert f"{held_out_loss(demo_result.base.model, demo_result.base.family, concept):.3f}" in printed
     assert {path.name for path in folder.iterdir()} == {
         "config.json", "log.jsonl", "loss.png", "preview.png", "state", demo_result.lora.name,
     }  # fmt: skip
@@ -164,10 +176,11 @@ def test_demo_writes_all_that_it_names(demo_result, capsys):
     assert len(demo_result.losses) == 20
 
 
-def test_demo_lora_in_diffusers_own_loader_gives_the_output_of_the_live_adapter(demo_result, tmp_path):
+def test_demo_lora_in_diffusers_own_loader_gives_the_output_of_the_live_adapter(demo_run, tmp_path):
     """Converted names, diffusers' pipeline loader, the mapped tiny model, every module of the adapter."""
     from diffusers.loaders.lora_pipeline import Ideogram4LoraLoaderMixin, Krea2LoraLoaderMixin
 
+    demo_result, _ = demo_run
     base, family = demo_result.base, demo_result.base.family
     loader = {"krea2": Krea2LoraLoaderMixin, "ideogram4": Ideogram4LoraLoaderMixin}[family.name]
     modules = read_comfyui(read_state(demo_result.lora)[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
@@ -139,3 +140,18 @@ def test_needs_torch_and_safetensors_only():
         "assert not [m for m in sys.modules if m.startswith(('graft_lora.trainer', 'graft_lora.nodes'))]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_full_disk_is_an_os_error_and_leaves_nothing(tmp_path):
+    """safetensors raises a kind of its own."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"a\.safetensors cannot be written"):
+            write_state(tmp_path / "a.safetensors", {"a": torch.zeros(10_000)}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert list(tmp_path.iterdir()) == []

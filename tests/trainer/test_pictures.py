@@ -52,8 +52,8 @@ def test_nothing_that_looks_meant_is_left_out_in_silence(tmp_path):
     (tmp_path / "notes.md").write_text("mine")
     picture(tmp_path, "old.ppm")
     (tmp_path / "alone.txt").write_text("a caption")
-    (tmp_path / "more").mkdir()
-    picture(tmp_path / "more", "deep.png")
+    (tmp_path / "more" / "still").mkdir(parents=True)
+    picture(tmp_path / "more" / "still", "deep.png")
     with pytest.raises(DatasetError) as caught:
         read_folder(tmp_path)
     for part in (
@@ -159,8 +159,10 @@ def test_trigger_and_default_caption(tmp_path):
     picture(tmp_path, "a.png", caption="a cat")
     picture(tmp_path, "b.png", caption="a Zorb on a wall")
     picture(tmp_path, "c.png", caption=None)
+    picture(tmp_path, "d.png", caption="zorbing {red|blue}")
     found = read_folder(tmp_path, trigger="zorb", default_caption="a thing")
-    assert [p.caption for p in found] == ["zorb, a cat", "a Zorb on a wall", "zorb, a thing"]
+    wanted = ["zorb, a cat", "a Zorb on a wall", "zorb, a thing", "zorb, zorbing {red|blue}"]
+    assert [p.caption for p in found] == wanted
     with pytest.raises(DatasetError, match=r"c\.png has no caption c\.txt"):
         read_folder(tmp_path, trigger="zorb")
 
@@ -195,6 +197,9 @@ def test_structured_captions_are_for_ideogram4_and_hold_the_trigger(tmp_path):
     picture(tmp_path, "a.png", caption=None)
     (tmp_path / "a.json").write_text(json.dumps({**GOOD, "style_description": "ink – brush"}, indent=2))
     (found,) = read_folder(tmp_path, FAMILIES["ideogram4"], trigger="zorb")
+    assert json.loads(read_folder(tmp_path, FAMILIES["ideogram4"], "style")[0].caption) == json.loads(
+        found.caption.replace("zorb,", "style,")
+    ), "a field's name is no trigger"
     fields = json.loads(found.caption)
     assert fields["high_level_description"] == "zorb, a cat"
     assert fields["style_description"] == "ink – brush"
@@ -215,13 +220,26 @@ def test_a_mask_is_cropped_like_its_picture_and_averaged_over_cells(tmp_path):
     (found,) = read_folder(tmp_path)
     weights = to_weights(found, (64, 64), (4, 4))
     assert weights.tolist() == [[0.0, 0.0, 1.0, 1.0]] * 4
-    mask.paste(0, (0, 0, 128, 64))
-    mask.save(tmp_path / "a.mask.png")
-    with pytest.raises(DatasetError, match=r"a\.mask\.png is black: nothing of a\.png would be learned"):
-        to_weights(read_folder(tmp_path)[0], (64, 64), (4, 4))
-    Image.new("L", (64, 64), 255).save(tmp_path / "a.mask.png")
-    with pytest.raises(DatasetError, match="wanted the same size"):
-        to_weights(read_folder(tmp_path)[0], (64, 64), (4, 4))
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (Image.new("L", (128, 64), 0), "is black: nothing of"),
+        (Image.new("RGBA", (128, 64), (255, 255, 255, 0)), "is black: nothing of"),  # transparent all over
+        (Image.new("L", (64, 64), 255), "wanted the same size"),
+        (Image.fromarray(np.zeros((64, 128), np.uint16)), "8 bits per channel"),
+        (None, "cannot be read"),
+    ],
+)
+def test_masks_are_verified_with_the_pictures(tmp_path, mask, message):
+    picture(tmp_path, "a.png", (128, 64))
+    if mask is None:
+        (tmp_path / "a.mask.png").write_bytes(b"broken")
+    else:
+        mask.save(tmp_path / "a.mask.png")
+    with pytest.raises(DatasetError, match=rf"a\.mask\.png.*{message}"):
+        read_folder(tmp_path)
 
 
 def test_a_mask_of_no_picture_is_named(tmp_path):

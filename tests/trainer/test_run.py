@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,10 +18,10 @@ from graft_lora.examples.demo_parts import base_path, encoders
 from graft_lora.lora_convert import read_state
 from graft_lora.trainer import run as run_module
 from graft_lora.trainer.adapters import LoraSettings
-from graft_lora.trainer.errors import DatasetError, SettingsError
+from graft_lora.trainer.errors import DatasetError, SettingsError, TrainingError
 from graft_lora.trainer.families import FAMILIES
 from graft_lora.trainer.loop import TrainSession
-from graft_lora.trainer.run import run, split
+from graft_lora.trainer.run import Run, run, split
 from graft_lora.trainer.settings import (
     DatasetSettings,
     ModelSettings,
@@ -75,16 +77,35 @@ def weights_of(folder):
     return read_state(folder / "zorb.safetensors")[0]
 
 
-def steps_logged(folder):
-    return [json.loads(line)["step"] for line in (folder / "log.jsonl").read_text().splitlines()]
+def steps_logged(folder, name="log.jsonl"):
+    return [json.loads(line)["step"] for line in (folder / name).read_text().splitlines()]
+
+
+def assert_same_lora(one, other):
+    wanted, found = weights_of(one), weights_of(other)
+    assert set(found) == set(wanted)
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def interrupted_after(monkeypatch, step):
+    """Ctrl-C during that step."""
+    original = TrainSession.step
+
+    def interrupts(self):
+        log = original(self)
+        if log.step == step:
+            signal.raise_signal(signal.SIGINT)
+        return log
+
+    monkeypatch.setattr(TrainSession, "step", interrupts)
 
 
 def test_a_run_is_a_folder_with_all_that_was_asked_for(tmp_path, pictures):
     result, said = start(settings_of(tmp_path))
     assert names(result.folder) == [
-        "config.json", "held_out.jsonl", "log.jsonl", "loss.png", "preview.png", "previews/000004.png",
-        "previews/strip.png", "state/state.pt", "zorb-000003.safetensors", "zorb-000006.safetensors",
-        "zorb-best.safetensors", "zorb.safetensors",
+        "config.json", "held_out.jsonl", "log.jsonl", "loss.png", "preview.png", "previews/000000.png",
+        "previews/000004.png", "previews/strip.png", "state/state.pt", "zorb-000003.safetensors",
+        "zorb-000006.safetensors", "zorb-best.safetensors", "zorb.safetensors",
     ]  # fmt: skip
     assert steps_logged(result.folder) == list(range(1, 9))
     measured = [json.loads(line) for line in (result.folder / "held_out.jsonl").read_text().splitlines()]
@@ -128,6 +149,8 @@ test_run.start(test_run.settings_of(Path({str(tmp_path)!r}), {family!r}), {famil
     resumed, said = start(settings_of(tmp_path, family), family, resume=True)
     assert "continuing after step 3" in said
     assert steps_logged(folder) == list(range(1, 9))
+    assert steps_logged(folder, "held_out.jsonl") == [4, 8]
+    assert (folder / "held_out.jsonl").read_text() == (whole.folder / "held_out.jsonl").read_text()
     wanted = weights_of(whole.folder)
     found = weights_of(folder)
     assert set(found) == set(wanted)
@@ -137,21 +160,13 @@ test_run.start(test_run.settings_of(Path({str(tmp_path)!r}), {family!r}), {famil
 
 def test_stopped_and_resumed_is_the_uninterrupted_run(tmp_path, pictures, monkeypatch):
     whole, _ = start(settings_of(tmp_path, output=str(tmp_path / "whole")))
-    original = TrainSession.step
-
-    def step(self):
-        log = original(self)
-        if log.step == 5:
-            signal.raise_signal(signal.SIGINT)
-        return log
-
     with monkeypatch.context() as patch:
-        patch.setattr(TrainSession, "step", step)
+        interrupted_after(patch, 5)
         stopped, said = start(settings_of(tmp_path))
     assert any("stopped after 5 of 8 steps" in sentence for sentence in said)
     assert (stopped.folder / "zorb.safetensors").is_file()
     resumed, _ = start(settings_of(tmp_path), resume=True)
-    assert all(torch.equal(value, weights_of(whole.folder)[key]) for key, value in weights_of(resumed.folder).items())
+    assert_same_lora(whole.folder, resumed.folder)
 
 
 def test_a_longer_run_may_continue_under_a_constant_rate(tmp_path, pictures):
@@ -198,28 +213,103 @@ def test_nothing_to_resume_and_a_damaged_state(tmp_path, pictures):
         start(settings_of(tmp_path), resume=True)
 
 
-def test_what_costs_memory_or_time_alone_may_change(tmp_path, pictures):
-    start(settings_of(tmp_path))
-    start(settings_of(tmp_path, train_checkpointing=True, train_save_every=0, train_keep=9), resume=True)
+def test_another_base_of_the_same_size_is_refused(tmp_path, pictures):
+    base = shutil.copy(base_path(FAMILIES["krea2"]), tmp_path / "base.safetensors")
+    model = ModelSettings(str(base), "", "fp32", "fp32", "cpu")
+    start(settings_of(tmp_path, model=model))
+    content = bytearray(base.read_bytes())
+    content[-1] ^= 1
+    base.write_bytes(content)
+    with pytest.raises(SettingsError, match="base was"):
+        start(settings_of(tmp_path, model=model), resume=True)
 
 
-def test_a_preview_that_runs_out_of_memory_is_left_out_with_a_word(tmp_path, pictures, monkeypatch):
-    """Fizgig 123: a preview pushed memory over the edge."""
+def test_what_costs_memory_or_time_alone_may_change(tmp_path, pictures, monkeypatch):
+    whole, _ = start(settings_of(tmp_path, output=str(tmp_path / "whole")))
+    with monkeypatch.context() as patch:
+        interrupted_after(patch, 2)
+        start(settings_of(tmp_path))
+    changed = settings_of(tmp_path, train_checkpointing=True, train_save_every=0, train_keep=9)
+    result, _ = start(changed, resume=True)
+    assert_same_lora(whole.folder, result.folder)
+    assert json.loads((result.folder / "config.json").read_text())["train"]["checkpointing"] is True
+
+
+@pytest.mark.parametrize("fails", [1, 2, 3])
+def test_a_preview_that_runs_out_of_memory_is_left_out_with_a_word(tmp_path, pictures, monkeypatch, fails):
+    """Fizgig 123: a preview pushed memory over the edge. That of the base, that on the way, and the last one."""
     whole, _ = start(settings_of(tmp_path, output=str(tmp_path / "whole")))
     original = run_module.sample
     calls = []
 
     def full_card(*args):
         calls.append(args)
-        if len(calls) == 2:  # the first is that of the base
+        if len(calls) == fails:
             raise torch.OutOfMemoryError("as on a full card")
         return original(*args)
 
     monkeypatch.setattr(run_module, "sample", full_card)
     result, said = start(settings_of(tmp_path))
-    assert "the preview after step 4 did not fit into memory and is left out; the training goes on" in said
-    assert not (result.folder / "previews" / "000004.png").exists()
-    assert all(torch.equal(value, weights_of(whole.folder)[key]) for key, value in weights_of(result.folder).items())
+    step = {1: 0, 2: 4, 3: 8}[fails]
+    assert f"the preview after step {step} did not fit into memory and is left out" in said
+    assert not (result.folder / "previews" / f"{step:06}.png").exists()
+    assert (result.folder / "preview.png").is_file()
+    assert_same_lora(whole.folder, result.folder)
+
+
+def test_dropout_does_not_act_in_measurements_and_previews(tmp_path, pictures, monkeypatch):
+    states = []
+    original = run_module.held_out_loss
+
+    def measured(model, *args, **kwargs):
+        dropouts = [m for m in model.modules() if isinstance(m, torch.nn.Dropout)]
+        states.append((any(m.training for m in dropouts), len(dropouts) > 0, torch.get_rng_state()))
+        loss = original(model, *args, **kwargs)
+        assert torch.equal(torch.get_rng_state(), states[-1][2]), "measuring drew from torch's own generator"
+        return loss
+
+    monkeypatch.setattr(run_module, "held_out_loss", measured)
+    start(settings_of(tmp_path))
+    assert [state[:2] for state in states] == [(False, True)] * 2
+
+
+def test_pruning_leaves_what_is_not_the_runs_own(tmp_path, pictures):
+    folder = tmp_path / "out"
+    start(settings_of(tmp_path, train_steps=1, train_schedule="constant"))
+    mine = [folder / name for name in ("zorb-chosen.safetensors", "zorb-12345.safetensors", "zorb-000001.bak")]
+    for path in mine:
+        path.write_text("mine")
+    more = settings_of(tmp_path, train_steps=5, train_schedule="constant", train_save_every=1, train_keep=1)
+    start(more, resume=True)
+    assert all(path.read_text() == "mine" for path in mine)
+    kept = [name for name in names(folder) if re.fullmatch(r"zorb-\d{6}\.safetensors", name)]
+    assert kept == ["zorb-000004.safetensors"]
+
+
+@pytest.mark.parametrize("prompt", ["a neon sign saying $$", "a $^$ b", "win $$$$ now"])
+def test_a_dollar_in_a_prompt_or_name_is_no_mathematics(tmp_path, pictures, prompt):
+    preview = PreviewSettings((prompt,), every=0, steps=1, guidance=1.0)
+    start(settings_of(tmp_path, preview=preview, train_steps=1, name="ca$$h"))
+
+
+@pytest.mark.parametrize("name", ["training", "_modules", "forward"])
+def test_names_that_a_module_dictionary_has_already(tmp_path, pictures, name):
+    result, _ = start(settings_of(tmp_path, name=name, train_steps=1))
+    assert result.lora.name == f"{name}.safetensors"
+
+
+def test_stopped_before_the_first_step_there_is_no_lora_and_the_run_can_be_resumed(tmp_path, pictures, monkeypatch):
+    """All B are zero then: such a file would pass for a result."""
+    whole, _ = start(settings_of(tmp_path, output=str(tmp_path / "whole")))
+    original = TrainSession.__enter__
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_train", lambda self, stop: stop.set())
+        with pytest.raises(TrainingError, match="stopped before the first step"):
+            start(settings_of(tmp_path))
+    assert TrainSession.__enter__ is original
+    assert not (tmp_path / "out" / "zorb.safetensors").exists()
+    result, _ = start(settings_of(tmp_path), resume=True)
+    assert_same_lora(whole.folder, result.folder)
 
 
 def test_previews_measurements_and_saves_change_nothing_of_the_training(tmp_path, pictures):
@@ -227,26 +317,34 @@ def test_previews_measurements_and_saves_change_nothing_of_the_training(tmp_path
     quiet = settings_of(tmp_path, train_save_every=0, train_held_out_every=0, preview=PreviewSettings())
     result, _ = start(quiet)
     assert result.losses == whole.losses
-    assert all(torch.equal(value, weights_of(whole.folder)[key]) for key, value in weights_of(result.folder).items())
+    assert_same_lora(whole.folder, result.folder)
 
 
-def test_a_failed_step_leaves_the_state_before_it(tmp_path, pictures, monkeypatch):
+@pytest.mark.parametrize(
+    ("failure", "message", "continues"),
+    [
+        ("nan", "the loss became nan in step 5", 3),
+        ("memory", "out of memory in step 5; the state before it is saved", 4),
+    ],
+)
+def test_a_run_whose_step_fails_goes_on_as_if_it_had_not(tmp_path, pictures, monkeypatch, failure, message, continues):
+    """After a loss that is not finite from the last periodic save, out of memory from right before the step."""
+    whole, _ = start(settings_of(tmp_path, output=str(tmp_path / "whole")))
     original = TrainSession._loss
-    broken = []
 
-    def breaks(self, batch):
+    def fails(self, batch):
         loss = original(self, batch)
-        if self.done == 4:
-            broken.append(batch)
-            return loss * torch.nan
-        return loss
+        if self.done == 4 and failure == "memory":
+            raise torch.OutOfMemoryError("as on a full card")
+        return loss * torch.nan if self.done == 4 else loss
 
     with monkeypatch.context() as patch:
-        patch.setattr(TrainSession, "_loss", breaks)
-        with pytest.raises(Exception, match="the loss became nan in step 5"):
+        patch.setattr(TrainSession, "_loss", fails)
+        with pytest.raises(TrainingError, match=message):
             start(settings_of(tmp_path))
-    _, said = start(settings_of(tmp_path), resume=True)
-    assert "continuing after step 4" in said
+    result, said = start(settings_of(tmp_path), resume=True)
+    assert f"continuing after step {continues}" in said
+    assert_same_lora(whole.folder, result.folder)
 
 
 def test_held_out_samples_are_not_trained_on(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from graft_lora.lora_convert import write_state
@@ -100,6 +102,19 @@ def test_a_damaged_cache_file_is_named(tmp_path):
         encode_pictures(read_folder(folder), family, 64, Counting(family).encoders, Cache(tmp_path / "cache"))
 
 
+@pytest.mark.parametrize("which", ["picture", "text"])
+def test_an_encoder_that_overflows_is_named_and_nothing_of_it_is_kept(tmp_path, which):
+    """An fp16 VAE can give NaN; in the cache it would be found in every later run."""
+    folder, family = folder_of_two(tmp_path), FAMILIES["krea2"]
+    good = Counting(family).encoders
+    bad = dataclasses.replace(good, **{which: lambda given: getattr(good, which)(given) * torch.nan})
+    with pytest.raises(DatasetError, match=r"values that are not finite for (the caption of )?a\.png"):
+        encode_pictures(read_folder(folder), family, 64, bad, Cache(tmp_path / "cache"))
+    cache = Cache(tmp_path / "cache")
+    encode_pictures(read_folder(folder), family, 64, good, cache)
+    assert cache.made == (4 if which == "picture" else 3)
+
+
 def test_samples_hold_no_graph_and_no_inference_tensors(tmp_path):
     """Encoders whose weights require gradients, called under ComfyUI's inference mode."""
     folder, family = folder_of_two(tmp_path), FAMILIES["krea2"]
@@ -150,6 +165,8 @@ def test_encoded_samples_that_do_not_fit_are_named(tmp_path, monkeypatch):
     write_sample(tmp_path, Sample("nan", "", torch.full((16, 4, 4), torch.nan), torch.randn(3, 4)), krea2)
     write_sample(tmp_path, Sample("mute", "", torch.randn(16, 4, 4), torch.randn(0, 4)), krea2)
     write_state(tmp_path / "nameless.safetensors", {"latents": torch.randn(16, 4, 4)}, {"format": "graft-sample-1"})
+    never = Sample("never", "", torch.randn(16, 4, 4), torch.randn(3, 4), repeats=0)
+    write_sample(tmp_path, never, krea2)
     (tmp_path / "text.safetensors").write_text("no")
     monkeypatch.setattr(samples, "some", lambda names, most: "; ".join(names))
     with pytest.raises(DatasetError) as caught:
@@ -159,6 +176,7 @@ def test_encoded_samples_that_do_not_fit_are_named(tmp_path, monkeypatch):
         "wide.safetensors has conditioning [3, 5], the base wants [tokens, 4]",
         "odd.safetensors has latents [16, 3, 4], wanted sides that are multiples of 2",
         "mute.safetensors has conditioning [0, 4]",
+        "never.safetensors has repeats '0', wanted 1 or more",
         "nameless.safetensors is no encoded sample",
         "nan.safetensors has values that are not finite",
         "text.safetensors cannot be read",
