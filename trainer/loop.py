@@ -200,7 +200,7 @@ class TrainSession:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to continue bit-exactly. Shares its tensors with the session: save it before the next step."""
+        """All that is needed to continue bit-exactly. It shares the session's tensors: write it before a step."""
         return {
             "done": self.done,
             "adapter": [parameter.detach() for parameter in self.parameters],
