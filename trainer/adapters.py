@@ -34,8 +34,10 @@ class LoraSettings:
     """What an adapter is.
 
     Attributes:
-        rank: columns of A and rows of B.
+        rank: rows of A and columns of B.
         alpha: strength; the change is alpha / rank · B · A.
+        rslora: divide alpha by the square root of the rank instead, so that high ranks are not held back (arXiv
+            2312.03732). In the file alpha is scaled up to match, since readers divide by the rank.
         targets: a preset of the family (`attention`, `attention+mlp`, `all`) or a regular expression that must match
             an official module name whole.
         blocks: which transformer blocks, such as `all`, `0-13` or `0,4,8-11`; modules outside the blocks are left out
@@ -45,6 +47,7 @@ class LoraSettings:
 
     rank: int = 32
     alpha: float = 32.0
+    rslora: bool = False
     targets: str = "attention+mlp"
     blocks: str = "all"
     dropout: float = 0.0
@@ -58,6 +61,11 @@ class LoraSettings:
             raise SettingsError("alpha is infinite; wanted a positive number, the rank being usual")
         if not 0 <= self.dropout < 1:
             raise SettingsError(f"dropout is {self.dropout}; wanted a share from 0 up to, but not, 1")
+
+    @property
+    def file_alpha(self) -> float:
+        """The alpha that gives this strength to a reader which divides by the rank, as all do."""
+        return self.alpha * math.sqrt(self.rank) if self.rslora else self.alpha
 
 
 def resolve_targets(family: Family, linears: dict[str, nn.Linear], settings: LoraSettings) -> list[str]:
@@ -153,6 +161,7 @@ def inject(
         r=settings.rank,
         lora_alpha=settings.alpha,  # PEFT takes any number and only divides it
         lora_dropout=settings.dropout,
+        use_rslora=settings.rslora,
         target_modules="|".join(re.escape(target) for target in targets),
         init_lora_weights=False,
     )
@@ -271,7 +280,8 @@ def to_canonical(model: nn.Module, name: str) -> Canonical:
     modules: Canonical = {}
     for module, layer in adapted(model, name).items():
         down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
-        modules[module] = LoraModule(down.detach().clone(), up.detach().clone(), float(layer.lora_alpha[name]))
+        settings = LoraSettings(layer.r[name], layer.lora_alpha[name], layer.use_rslora[name])
+        modules[module] = LoraModule(down.detach().clone(), up.detach().clone(), settings.file_alpha)
     return modules
 
 

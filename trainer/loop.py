@@ -266,7 +266,7 @@ class TrainSession:
             "modelspec.title": self.name,
             "ss_network_module": "networks.lora",
             "ss_network_dim": str(self.lora.rank),
-            "ss_network_alpha": str(self.lora.alpha),
+            "ss_network_alpha": str(self.lora.file_alpha),
             "ss_steps": str(self.done),
             "ss_learning_rate": str(self.train.learning_rate),
             "ss_seed": str(self.train.seed),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -26,7 +27,9 @@ def check(settings: RunSettings, encoders: Encoders | None, resume: bool = False
         raise SettingsError("the base is missing: give [model] path, or family with the demonstration parts")
     check_output(settings, resume)
     check_device(settings.model.device)
+    check_compute_dtype(settings.model.compute_dtype, chosen_device(settings.model.device))
     file = open_model_file(settings.model.path)
+    check_variant(file, settings.model.allow_distilled)
     if settings.model.family not in ("", file.family.name):
         raise SettingsError(f"{file.path.name} is {file.family.title}, but family is {settings.model.family!r}")
     width = file.family.conditioning_width(file.config)
@@ -43,6 +46,15 @@ def check(settings: RunSettings, encoders: Encoders | None, resume: bool = False
         linears = adapters.linears(file.family.build(file.config))
     resolve_targets(file.family, linears, settings.lora)
     return file
+
+
+def check_variant(file: ModelFile, allow_distilled: bool) -> None:
+    """A distilled variant has the same keys as the base: only the file's name can tell."""
+    if re.search(file.family.distilled, file.path.name, re.IGNORECASE) and not allow_distilled:
+        raise SettingsError(
+            f"{file.path.name} looks like a distilled variant of {file.family.title}, on which training undoes the "
+            "distillation: train on the base model's file, or set [model] allow_distilled = true"
+        )
 
 
 def check_dataset(settings: RunSettings, encoders: Encoders | None) -> None:
@@ -87,6 +99,24 @@ def check_output(settings: RunSettings, resume: bool = False) -> None:
     name = settings.name or folder.name
     if not name or name != Path(name).name or name in (".", "..") or len(os.fsencode(name)) > 180:
         raise SettingsError(f"name {name!r} cannot be a file's name; give a short one without folders")
+
+
+def chosen_device(device: str) -> torch.device:
+    """The device of the settings, or CUDA where there is one."""
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def check_compute_dtype(compute_dtype: str, device: torch.device) -> None:
+    """bf16 must be native: NVIDIA cards before Ampere emulate it, many times slower, and say that they support it."""
+    if compute_dtype != "bf16" or device.type != "cuda":
+        return
+    major, _ = torch.cuda.get_device_capability(device)
+    # AMD's cards answer for themselves.
+    if not (torch.cuda.is_bf16_supported() if torch.version.hip else major >= 8):
+        raise SettingsError(
+            f'{torch.cuda.get_device_name(device)} has no native bf16; set [model] compute_dtype = "fp32", which is '
+            "slower, but right"
+        )
 
 
 def check_device(device: str) -> None:

@@ -29,7 +29,7 @@ from .evaluate import held_out_loss
 from .loop import StepLog, TrainSession
 from .pictures import read_folder
 from .plots import loss_plot, preview_grid, stack
-from .preflight import check
+from .preflight import check, chosen_device
 from .samples import Cache, Encoders, Sample, encode_pictures, read_samples
 from .sampling import sample
 from .settings import RunSettings
@@ -68,7 +68,7 @@ def run(settings: RunSettings, encoders: Encoders | None = None, say: Say = prin
     )
     marks = state.fingerprint(settings, file.path, training)
     saved = state.read(Path(settings.output).resolve() / "state", marks) if resume else None
-    device = settings.model.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = chosen_device(settings.model.device)
     base = load_base(file, settings.model.precision, settings.model.compute_dtype, device)
     for note in base.notes:
         say(note)

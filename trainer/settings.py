@@ -48,6 +48,7 @@ class ModelSettings:
         precision: how the frozen weights are stored.
         compute_dtype: dtype of activations; fp32 where bf16 is not native.
         device: `cpu`, `cuda`, or empty for CUDA where there is one.
+        allow_distilled: train on a file whose name says that it is a distilled variant.
     """
 
     path: str = ""
@@ -55,6 +56,7 @@ class ModelSettings:
     precision: str = "bf16"
     compute_dtype: str = "bf16"
     device: str = ""
+    allow_distilled: bool = False
 
     def __post_init__(self) -> None:
         _one_of("precision", self.precision, PRECISIONS)

@@ -297,3 +297,21 @@ def test_the_adapter_output_has_the_dtype_of_the_base_output():
         )
         assert model(torch.randn(2, 8)).dtype == torch.float32
     assert seen[0].dtype == torch.float64
+
+
+def test_rslora_is_that_of_peft_and_keeps_its_strength_in_the_file(tmp_path, family_name):
+    """Readers compute alpha / rank: alpha in the file is scaled up by the root of the rank."""
+    import peft
+
+    base, arguments = loaded(tmp_path, family_name, "fp32"), tiny.inputs(family_name)
+    targets = add(base, "a", rslora=True)
+    with adapters.active(base.model, "a"):
+        found = base.model(**arguments)
+    plain = tiny.build(family_name).requires_grad_(False)
+    config = peft.LoraConfig(r=4, lora_alpha=6, use_rslora=True, target_modules="|".join(map(re.escape, targets)))
+    peft.inject_adapter_in_model(config, plain, "a")
+    plain.load_state_dict({k: v for k, v in base.model.state_dict().items() if ".lora_" in k}, strict=False)
+    assert tiny.relative(found, plain(**arguments)) < 1e-6
+    name, module = next(iter(adapters.to_canonical(base.model, "a").items()))
+    assert module.scale == pytest.approx(6 / 4**0.5)
+    assert tiny.relative(module.delta(), plain.get_submodule(name).get_delta_weight("a")) < 1e-6

@@ -75,6 +75,7 @@ class Family(ABC):
         presets: target preset → regular expression over official module names, matched whole.
         never_quantised: regular expression over official module names that stay in the dense dtype.
         preview: how it is sampled by default.
+        distilled: pattern of file names of distilled variants, which have the same keys and are no base to train on.
         json_captions: whether it was trained on structured captions, which a `.json` file may then hold.
         image_only_pass: whether the transformer also runs without any text, which then is its unconditional pass;
             else the empty prompt's conditioning is.
@@ -90,6 +91,7 @@ class Family(ABC):
     presets: ClassVar[Mapping[str, str]]
     never_quantised: ClassVar[str]
     preview: ClassVar[Preview]
+    distilled: ClassVar[str]
     json_captions: ClassVar[bool]
     image_only_pass: ClassVar[bool]
 

@@ -268,6 +268,7 @@ class Ideogram4(Family):
         r"|final_layer\.(linear|adaln_modulation)"
     )
     preview = Preview(steps=20, guidance=7.0)
+    distilled = r"turbo|distilled"
     json_captions = True
     image_only_pass = True
 

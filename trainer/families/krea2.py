@@ -331,6 +331,7 @@ class Krea2(Family):
     }
     never_quantised = r"first|last\.linear|tmlp\.\d|tproj\.1|txtmlp\.\d|txtfusion\.projector"
     preview = Preview(steps=28, guidance=5.5)
+    distilled = r"turbo"
     json_captions = False
     image_only_pass = False
 
