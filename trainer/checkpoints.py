@@ -3,7 +3,7 @@
 Understood: safetensors in bf16, fp16, fp32; ComfyUI's fp8 (`weight_scale` per tensor or per row, marked by
 `comfy_quant` tensors or `_quantization_metadata` in the header, or the older `scaled_fp8` with `scale_weight`); plain
 fp8 casts, which have no scales; the prefixes `model.diffusion_model.` and `diffusion_model.`; diffusers' names, q, k
-and v split or not.
+and v split or not; a diffusers folder, a folder of shards with their index, a folder that holds a single checkpoint.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -47,11 +48,21 @@ MAX_HEADER = 100_000_000  # bytes, the limit of safetensors itself
 Shape = tuple[int, ...]
 
 
+class Entry(NamedTuple):
+    """One tensor of a header, and the file that it stands in."""
+
+    file: Path
+    dtype: str
+    shape: Shape
+
+
 @dataclass(frozen=True)
 class Part:
-    """One stored tensor and the key of its scale, if it has one."""
+    """One stored tensor and the key of its scale, if it has one; each in its file, which shards make several."""
 
+    file: Path
     key: str
+    scale_file: Path | None = None
     scale_key: str | None = None
 
 
@@ -60,7 +71,8 @@ class ModelFile:
     """A base's file, checked: every parameter of the family is there, with the right shape and its scale.
 
     Attributes:
-        path: the file.
+        path: the file, or the folder that holds it.
+        files: all the files that it consists of.
         family: detected from the keys.
         config: the transformer's sizes, read from the shapes.
         parts: official name → the stored tensors that make it up, in row order (three for a split qkv).
@@ -69,6 +81,7 @@ class ModelFile:
     """
 
     path: Path
+    files: tuple[Path, ...]
     family: Family
     config: Any
     parts: dict[str, tuple[Part, ...]]
@@ -77,9 +90,10 @@ class ModelFile:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (official name, tensor) one at a time; scaled weights in fp32, others as stored, all on the CPU."""
-        with safe_open(self.path, framework="pt") as file:
+        with ExitStack() as stack:
+            open_files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in self.files}
             for name, parts in self.parts.items():
-                pieces = [_scaled(file, part) for part in parts]
+                pieces = [_scaled(open_files, part) for part in parts]
                 tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
                 # diffusers folds Krea 2's modulation tables to (6, D): the same numbers in the same order.
                 yield name, tensor.reshape(self.shapes[name])
@@ -92,15 +106,22 @@ def open_model_file(path: str | Path) -> ModelFile:
         CheckpointError: one of its kinds, before any tensor is read.
     """
     path = Path(path)
-    header = read_header(path)
-    metadata = header.pop("__metadata__", {})
-    entries = {key: (str(value["dtype"]), tuple(value["shape"])) for key, value in header.items()}
+    files = find_files(path)
+    entries: dict[str, Entry] = {}
+    metadata: dict[str, str] = {}
+    for file in files:
+        header = read_header(file)
+        metadata |= header.pop("__metadata__", {})
+        twice = sorted(header.keys() & entries.keys())
+        if twice:
+            raise UnexpectedKeysError(f"{path.name} has keys in two of its files: {some(twice)}")
+        entries |= {key: Entry(file, str(v["dtype"]), tuple(v["shape"])) for key, v in header.items()}
     keys, notes = _own_keys(path, entries)
     family = _family(path, keys)
-    markers = _format_markers(path, keys, metadata)
+    markers = _format_markers(path, keys, entries, metadata)
 
     found = _by_official_name(path, family, keys)
-    shapes, misfits = _official_shapes({key: entries[full][1] for key, full in keys.items()}, found)
+    shapes, misfits = _official_shapes({key: entries[full].shape for key, full in keys.items()}, found)
     config = _config(path, family, shapes)
     with torch.device("meta"):
         wanted = {name: tuple(value.shape) for name, value in family.build(config).named_parameters()}
@@ -116,8 +137,9 @@ def open_model_file(path: str | Path) -> ModelFile:
     idle = scale_keys - {part.scale_key for group in parts.values() for part in group}
     if idle:
         raise UnexpectedKeysError(f"{path.name} has scales that belong to no weight: {some(sorted(idle))}")
-    _try_to_open(path)
-    return ModelFile(path, family, config, parts, wanted, notes)
+    for file in files:
+        _try_to_open(file)
+    return ModelFile(path, files, family, config, parts, wanted, notes)
 
 
 def read_shapes(path: str | Path) -> dict[str, Shape]:
@@ -125,12 +147,50 @@ def read_shapes(path: str | Path) -> dict[str, Shape]:
     return open_model_file(path).shapes
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """The JSON header of a safetensors file, after checking that the file is one and is whole."""
+def find_files(path: Path) -> tuple[Path, ...]:
+    """The safetensors files that a path means: itself, the shards of an index, or the one file of a folder.
+
+    Raises:
+        NotAModelFileError: there is no such path, or a folder in which it is not clear what is meant.
+        MissingKeysError: an index that names shards which are not there.
+        WrongModelError: the unconditional one of a pair of transformers.
+    """
     if not path.exists():
         raise NotAModelFileError(f"{path}: there is no such file")
-    if path.is_dir():
-        raise NotAModelFileError(f"{path} is a folder; give the .safetensors file inside it")
+    if "unconditional" in path.name.lower():
+        raise WrongModelError(
+            f"{path.name} is the unconditional transformer of a pair, which no trainer trains; give the other one"
+        )
+    if path.is_file():
+        return (path,)
+    if (path / "transformer").is_dir():
+        return find_files(path / "transformer")
+    indices = sorted(path.glob("*.safetensors.index.json"))
+    if len(indices) == 1:
+        return _shards(indices[0])
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) != 1 or indices:
+        raise NotAModelFileError(
+            f"{path} is a folder with {len(files)} .safetensors files and {len(indices)} indices; give the one file "
+            "that is meant, or a diffusers folder"
+        )
+    return (files[0],)
+
+
+def _shards(index: Path) -> tuple[Path, ...]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = tuple(index.parent / name for name in names)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise NotAModelFileError(f"{index.name} is damaged; download it again") from error
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise MissingKeysError(f"{index.name} names {len(files)} files, of which {some(missing)} are not there")
+    return files
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The JSON header of a safetensors file, after checking that the file is one and is whole."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
@@ -281,7 +341,9 @@ def _same_table(found: Shape, wanted: Shape) -> bool:
     )
 
 
-def _format_markers(path: Path, keys: Mapping[str, str], metadata: Mapping[str, str]) -> dict[str, str]:
+def _format_markers(
+    path: Path, keys: Mapping[str, str], entries: Mapping[str, Entry], metadata: Mapping[str, str]
+) -> dict[str, str]:
     """Layer → quantisation format, from every marker that the file has; `scaled_fp8` marks the whole file as ''."""
     markers: dict[str, str] = {}
     if "_quantization_metadata" in metadata:
@@ -293,14 +355,12 @@ def _format_markers(path: Path, keys: Mapping[str, str], metadata: Mapping[str, 
         for layer, format in formats.items():
             short = next((layer.removeprefix(prefix) for prefix in PREFIXES if layer.startswith(prefix)), layer)
             markers[short] = format
-    marked = [key for key in keys if key.endswith(".comfy_quant")]
-    if marked:
-        with safe_open(path, framework="pt") as file:
-            for key in marked:
-                try:
-                    markers[key.removesuffix(".comfy_quant")] = json.loads(_bytes(file, keys[key]))["format"]
-                except (ValueError, KeyError, TypeError) as error:
-                    raise UnreadableFormatError(f"{path.name}: {keys[key]} is damaged") from error
+    for key in (key for key in keys if key.endswith(".comfy_quant")):
+        with safe_open(entries[keys[key]].file, framework="pt") as file:
+            try:
+                markers[key.removesuffix(".comfy_quant")] = json.loads(_bytes(file, keys[key]))["format"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise UnreadableFormatError(f"{path.name}: {keys[key]} is damaged") from error
     if "scaled_fp8" in keys:
         markers[""] = "float8_e4m3fn"
     unreadable = {format for format in markers.values() if format not in FLOAT8.values()}
@@ -316,10 +376,10 @@ def _part(
     path: Path,
     key: str,
     keys: Mapping[str, str],
-    entries: Mapping[str, tuple[str, Shape]],
+    entries: Mapping[str, Entry],
     stores_scales: bool,
 ) -> Part:
-    dtype, shape = entries[keys[key]]
+    file, dtype, shape = entries[keys[key]]
     layer = key.rpartition(".")[0]
     scales = [keys[f"{layer}.{suffix}"] for suffix in WEIGHT_SCALES if f"{layer}.{suffix}" in keys]
     if not key.endswith(".weight"):
@@ -333,13 +393,13 @@ def _part(
     elif dtype not in DENSE:
         raise UnreadableFormatError(f"{path.name}: {key} is stored as {dtype}, which cannot be read; use the bf16 file")
     if not scales:
-        return Part(keys[key])
-    scale_shape = entries[scales[0]][1]
+        return Part(file, keys[key])
+    scale_file, _, scale_shape = entries[scales[0]]
     if torch.Size(scale_shape).numel() not in (1, shape[0]):
         raise UnreadableFormatError(
             f"{path.name}: the scale of {key} is {list(scale_shape)}; wanted one number or one per row of {list(shape)}"
         )
-    return Part(keys[key], scales[0])
+    return Part(file, keys[key], scale_file, scales[0])
 
 
 def _bytes(file: Any, key: str) -> bytes:
@@ -355,9 +415,9 @@ def _try_to_open(path: Path) -> None:
         raise NotAModelFileError(f"{path.name} is damaged ({error}); download it again") from error
 
 
-def _scaled(file: Any, part: Part) -> Tensor:
-    tensor = file.get_tensor(part.key)
-    if part.scale_key is None:
+def _scaled(open_files: Mapping[Path, Any], part: Part) -> Tensor:
+    tensor = open_files[part.file].get_tensor(part.key)
+    if part.scale_file is None:
         return tensor.float() if tensor.dtype.itemsize == 1 else tensor
-    scale = file.get_tensor(part.scale_key).float()
+    scale = open_files[part.scale_file].get_tensor(part.scale_key).float()
     return tensor.to(torch.float32, copy=True).mul_(scale.reshape(()) if scale.numel() == 1 else scale.reshape(-1, 1))

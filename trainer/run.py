@@ -66,7 +66,7 @@ def run(settings: RunSettings, encoders: Encoders | None = None, say: Say = prin
     training, held_out = split(
         read_dataset(settings, file, encoders, say), settings.dataset.held_out, settings.train.seed
     )
-    marks = state.fingerprint(settings, file.path, training)
+    marks = state.fingerprint(settings, file.files, training)
     saved = state.read(Path(settings.output).resolve() / "state", marks) if resume else None
     device = chosen_device(settings.model.device)
     base = load_base(file, settings.model.precision, settings.model.compute_dtype, device)

@@ -28,13 +28,13 @@ PIECE = 2**20  # bytes hashed at each of the places below
 PLACES = 8
 
 
-def fingerprint(settings: RunSettings, base: Path, samples: Sequence[Sample]) -> dict[str, Any]:
-    """What the mathematics of a run depends on, as flat names and values."""
+def fingerprint(settings: RunSettings, base: Sequence[Path], samples: Sequence[Sample]) -> dict[str, Any]:
+    """What the mathematics of a run depends on, as flat names and values. `base` is all the files of the base."""
     train = {key: value for key, value in asdict(settings.train).items() if key not in FREE}
     if settings.train.schedule == "constant":
         train.pop("steps")  # a constant rate does not know where it ends: a run may be made longer
     return {
-        "base": file_digest(base),
+        "base": " ".join(file_digest(file) for file in base),
         "precision": settings.model.precision,
         "compute_dtype": settings.model.compute_dtype,
         "samples": samples_digest(samples),

@@ -25,7 +25,7 @@ from graft_lora.trainer.errors import (
 )
 from graft_lora.trainer.families import FAMILIES
 from graft_lora.trainer.quantization import FrozenLinear
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 
 def loaded_tensors(path):
@@ -186,7 +186,7 @@ def test_reads_one_tensor_at_a_time(tmp_path, monkeypatch):
     path = tiny.write(tiny.build("krea2"), tmp_path / "base.safetensors")
     asked = []
     original = checkpoints._scaled
-    monkeypatch.setattr(checkpoints, "_scaled", lambda file, part: asked.append(part.key) or original(file, part))
+    monkeypatch.setattr(checkpoints, "_scaled", lambda files, part: asked.append(part.key) or original(files, part))
     stream = open_model_file(path).tensors()
     assert asked == []
     name, _ = next(stream)
@@ -306,7 +306,7 @@ def test_not_safetensors(tmp_path, content):
 def test_no_such_file_and_a_folder(tmp_path):
     with pytest.raises(NotAModelFileError, match="there is no such file"):
         open_model_file(tmp_path / "nothing.safetensors")
-    with pytest.raises(NotAModelFileError, match="is a folder"):
+    with pytest.raises(NotAModelFileError, match=r"is a folder with 0 \.safetensors files"):
         open_model_file(tmp_path)
 
 
@@ -378,6 +378,77 @@ def test_loading_holds_one_tensor_of_the_file_at_a_time(tmp_path, monkeypatch):
     # The tensor being read, and the one before it, which the loop's own variable still names.
     assert len(alive) > 50
     assert most <= 2
+
+
+def shards_of(state, folder, count=3):
+    """The state in several files, with the index that diffusers writes."""
+    folder.mkdir(parents=True)
+    weight_map = {}
+    for number in range(count):
+        name = f"diffusion_pytorch_model-{number + 1:05}-of-{count:05}.safetensors"
+        part = {key: state[key] for key in sorted(state)[number::count]}
+        save_file(part, folder / name)
+        weight_map |= dict.fromkeys(part, name)
+    (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_reads_a_diffusers_folder_of_shards(tmp_path, family_name):
+    """Members of a split qkv, and scales, stand in other files than their neighbours."""
+    model = tiny.build(family_name)
+    twin = tiny.diffusers_twin(family_name, model)
+    state = {k: v.detach().contiguous() for k, v in twin.state_dict().items()}
+    shards_of(state, tmp_path / "model" / "transformer")
+    assert_same(loaded_tensors(tmp_path / "model"), model)
+    assert_same(loaded_tensors(tmp_path / "model" / "transformer"), model)
+    base = load_base(tmp_path / "model", "fp32", "fp32")
+    arguments = tiny.inputs(family_name)
+    assert tiny.relative(base.model(**arguments), model(**arguments)) < 1e-6
+
+
+def test_scales_may_stand_in_another_shard(tmp_path):
+    state, meant = scaled_fp8(tiny.build("krea2"), True, marker="float8_e4m3fn")
+    shards_of(state, tmp_path / "model")
+    found = loaded_tensors(tmp_path / "model")
+    assert all(torch.equal(found[name].float(), value.float()) for name, value in meant.items())
+
+
+def test_a_folder_with_a_single_checkpoint_is_that_file(tmp_path):
+    (tmp_path / "folder").mkdir()
+    tiny.write(tiny.build("krea2"), tmp_path / "folder" / "krea.safetensors")
+    (tmp_path / "folder" / "config.json").write_text("{}")
+    assert_same(loaded_tensors(tmp_path / "folder"), tiny.build("krea2"))
+    tiny.write(tiny.build("krea2"), tmp_path / "folder" / "other.safetensors")
+    with pytest.raises(NotAModelFileError, match=r"a folder with 2 \.safetensors files and 0 indices"):
+        open_model_file(tmp_path / "folder")
+
+
+def test_shards_that_are_not_there_or_overlap_and_a_damaged_index(tmp_path):
+    state = {k: v.detach() for k, v in tiny.build("krea2").state_dict().items()}
+    shards_of(state, tmp_path / "model")
+    second = tmp_path / "model" / "diffusion_pytorch_model-00002-of-00003.safetensors"
+    content = second.read_bytes()
+    save_file({**load_file(second), "first.bias": torch.zeros(256), "blocks.0.mod.lin": torch.zeros(1536)}, second)
+    with pytest.raises(UnexpectedKeysError, match="keys in two of its files: "):
+        open_model_file(tmp_path / "model")
+    second.unlink()
+    with pytest.raises(MissingKeysError, match=r"names 3 files, of which diffusion_pytorch_model-00002-of-00003"):
+        open_model_file(tmp_path / "model")
+    second.write_bytes(content[:-9])
+    with pytest.raises(TruncatedFileError, match=r"00002-of-00003\.safetensors is truncated"):
+        open_model_file(tmp_path / "model")
+    (tmp_path / "model" / "diffusion_pytorch_model.safetensors.index.json").write_text("[]")
+    with pytest.raises(NotAModelFileError, match=r"index\.json is damaged"):
+        open_model_file(tmp_path / "model")
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_the_unconditional_transformer_is_refused_by_name(tmp_path, folder):
+    path = tmp_path / ("unconditional_transformer" if folder else "ideogram4_unconditional.safetensors")
+    if folder:
+        path.mkdir()
+    tiny.write(tiny.build("ideogram4"), path / "a.safetensors" if folder else path)
+    with pytest.raises(WrongModelError, match="unconditional transformer of a pair"):
+        open_model_file(path)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8", "int8", "nf4"])

@@ -213,9 +213,11 @@ def test_nothing_to_resume_and_a_damaged_state(tmp_path, pictures):
         start(settings_of(tmp_path), resume=True)
 
 
-def test_another_base_of_the_same_size_is_refused(tmp_path, pictures):
-    base = shutil.copy(base_path(FAMILIES["krea2"]), tmp_path / "base.safetensors")
-    model = ModelSettings(str(base), "", "fp32", "fp32", "cpu")
+@pytest.mark.parametrize("given", ["the file", "its folder"])
+def test_another_base_of_the_same_size_is_refused(tmp_path, pictures, given):
+    (tmp_path / "base").mkdir()
+    base = shutil.copy(base_path(FAMILIES["krea2"]), tmp_path / "base" / "base.safetensors")
+    model = ModelSettings(str(base if given == "the file" else base.parent), "", "fp32", "fp32", "cpu")
     start(settings_of(tmp_path, model=model))
     content = bytearray(base.read_bytes())
     content[-1] ^= 1
