@@ -69,6 +69,7 @@ def test_train_on_a_folder_of_pictures(tmp_path, pictures, family, capsys):
         "preview.png",
         "previews",
         "previews/000000.png",
+        "previews/000003.png",
         "previews/strip.png",
         "run.safetensors",
         "state",

@@ -169,6 +169,7 @@ class Run:
         loss_plot(self.folder / "loss.png", losses, f"{self.name} on {self.base.source.name}", overwrite=True)
         with self.session.result():
             after = self.preview(self.session.name)
+        self._write_preview(self.session.done, after)
         self._write_grid(before, after)
         return RunResult(self.folder, lora, self.base, self.session.name, losses)
 

@@ -104,7 +104,7 @@ def test_a_run_is_a_folder_with_all_that_was_asked_for(tmp_path, pictures):
     result, said = start(settings_of(tmp_path))
     assert names(result.folder) == [
         "config.json", "held_out.jsonl", "log.jsonl", "loss.png", "preview.png", "previews/000000.png",
-        "previews/000004.png", "previews/strip.png", "state/state.pt", "zorb-000003.safetensors",
+        "previews/000004.png", "previews/000008.png", "previews/strip.png", "state/state.pt", "zorb-000003.safetensors",
         "zorb-000006.safetensors", "zorb-best.safetensors", "zorb.safetensors",
     ]  # fmt: skip
     assert steps_logged(result.folder) == list(range(1, 9))
