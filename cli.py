@@ -16,10 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         parsed.command(parsed)
-    except GraftError as error:
-        print(f"graft: error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
+    except (GraftError, OSError) as error:
         print(f"graft: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -276,12 +276,13 @@ def _restore(state: _State) -> None:
 
 
 def to_canonical(model: nn.Module, name: str) -> Canonical:
-    """The adapter's weights, copied, by official module name."""
+    """The adapter's weights, copied to the CPU, by official module name."""
     modules: Canonical = {}
     for module, layer in adapted(model, name).items():
-        down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
+        # Not copied on the device, where there may be no room for it.
+        down, up = (part[name].weight.detach().to("cpu", copy=True) for part in (layer.lora_A, layer.lora_B))
         settings = LoraSettings(layer.r[name], layer.lora_alpha[name], layer.use_rslora[name])
-        modules[module] = LoraModule(down.detach().clone(), up.detach().clone(), settings.file_alpha)
+        modules[module] = LoraModule(down, up, settings.file_alpha)
     return modules
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from .checkpoints import ModelFile, open_model_file
-from .errors import SettingsError
+from .errors import SettingsError, some
 from .families import Family, Transformer
-from .quantization import FORMATS, PRECISIONS, Dense, Format, FrozenLinear, format_of, replace_linears
+from .quantization import BF16, FP32, PRECISIONS, Dense, Format, FrozenLinear, format_of, replace_linears
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -43,19 +43,14 @@ def compute_dtype_of(name: str) -> torch.dtype:
     return COMPUTE_DTYPES[name]
 
 
-def dense_format(precision: str) -> Format:
+def dense_format(precision: str) -> Dense:
     """How weights that are not quantised are stored: fp32 where that was asked for, else bf16."""
-    return FORMATS["fp32" if precision == "fp32" else "bf16"]
+    return FP32 if precision == "fp32" else BF16
 
 
-def choose_format(family: Family, precision: str, name: str, shape: tuple[int, ...]) -> Format:
-    """The format of one Linear: the mode's, unless the family never quantises it or its size does not allow it."""
-    format = format_of(precision)
-    if re.fullmatch(family.never_quantised, name):
-        return dense_format(precision)
-    if precision == "nf4" and shape[0] * shape[1] % FORMATS["nf4"].block:  # type: ignore[attr-defined]
-        return dense_format(precision)
-    return format
+def choose_format(family: Family, precision: str, name: str) -> Format:
+    """The format that one Linear should have: the mode's, unless the family never quantises it."""
+    return dense_format(precision) if re.fullmatch(family.never_quantised, name) else format_of(precision)
 
 
 def load_base(
@@ -86,6 +81,7 @@ def load_base(
             model = family.build(file.config)
         replace_linears(model, lambda name, linear: FrozenLinear.like(linear))
         counts: Counter[str] = Counter()
+        misfits = []
         for name, tensor in file.tensors():
             owner_name, _, leaf = name.rpartition(".")
             owner = model.get_submodule(owner_name)
@@ -93,21 +89,20 @@ def load_base(
                 value = tensor.to(device, torch.float32)
                 setattr(owner, leaf, nn.Parameter(value, requires_grad=False))
             elif leaf == "bias":
-                owner.store_bias(tensor, _dense_dtype(precision), device)
+                owner.store_bias(tensor, dense_format(precision).dtype, device)
             else:
-                format = choose_format(family, precision, owner_name, tuple(tensor.shape))
+                format = choose_format(family, precision, owner_name)
+                if not format.fits(tensor):
+                    misfits.append(owner_name)
+                    format = dense_format(precision)
                 owner.store(tensor, format, device)
                 counts[format.name] += 1
     model.compute_dtype = dtype
     stored = ", ".join(f"{count} Linears in {name}" for name, count in counts.most_common())
-    notes = (*file.notes, f"{family.title}: {stored}; norms in fp32; computing in {compute_dtype}")
-    return Base(model.eval(), family, file.path, precision, notes)
-
-
-def _dense_dtype(precision: str) -> torch.dtype:
-    format = dense_format(precision)
-    assert isinstance(format, Dense)
-    return format.dtype
+    notes = [*file.notes, f"{family.title}: {stored}; norms in fp32; computing in {compute_dtype}"]
+    if misfits:
+        notes.append(f"{precision} cannot store {some(misfits)}, kept in {dense_format(precision).name}")
+    return Base(model.eval(), family, file.path, precision, tuple(notes))
 
 
 __all__ = ["COMPUTE_DTYPES", "PRECISIONS", "Base", "choose_format", "compute_dtype_of", "load_base"]

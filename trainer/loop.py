@@ -250,8 +250,7 @@ class TrainSession:
         kept = read_comfyui(read_state(path)[0])
         for name, module in trained.items():
             same = kept[name].alpha == module.alpha and all(
-                torch.equal(a, b.to(dtype).cpu())
-                for a, b in ((kept[name].down, module.down), (kept[name].up, module.up))
+                torch.equal(a, b.to(dtype)) for a, b in ((kept[name].down, module.down), (kept[name].up, module.up))
             )
             if not same:
                 raise TrainingError(f"{path}: {name} reads back differently from what was written; is the disk sound?")
@@ -286,8 +285,11 @@ class TrainSession:
         Raises:
             TrainingError: the modules for which that does not hold.
         """
-        trained = adapters.to_canonical(self.base.model, self.name)
-        broken = [n for n, m in trained.items() if not (m.down.isfinite().all() and m.up.isfinite().all())]
+        layers = adapters.adapted(self.base.model, self.name)
+        parts = {
+            name: (layer.lora_A[self.name].weight, layer.lora_B[self.name].weight) for name, layer in layers.items()
+        }
+        broken = [name for name, weights in parts.items() if not all(w.isfinite().all() for w in weights)]
         if broken:
             raise TrainingError(
                 f"{len(broken)} modules have weights that are not finite: {some(broken)}; lower the learning rate"
@@ -300,9 +302,9 @@ class TrainSession:
             TrainingError: the modules for which that does not hold.
         """
         self.check_finite()
-        trained = adapters.to_canonical(self.base.model, self.name)
-        untrained = [n for n, m in trained.items() if not m.up.any()]
+        layers = adapters.adapted(self.base.model, self.name)
+        untrained = [name for name, layer in layers.items() if not layer.lora_B[self.name].weight.any()]
         if untrained:
             raise TrainingError(
-                f"{len(untrained)} of {len(trained)} modules learned nothing (B is still zero): {some(untrained)}"
+                f"{len(untrained)} of {len(layers)} modules learned nothing (B is still zero): {some(untrained)}"
             )

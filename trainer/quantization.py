@@ -33,6 +33,10 @@ class Format(ABC):
     name: ClassVar[str]
     buffers: ClassVar[tuple[str, ...]] = ("data", "scale")
 
+    def fits(self, weight: Tensor) -> bool:
+        """Whether this weight can be stored so."""
+        return True
+
     @abstractmethod
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """fp32 (out, in) → the buffers."""
@@ -100,11 +104,15 @@ class NF4(Format):
     # Weights dequantised at once: the fp32 copy and the int32 index of one chunk take 96 MiB.
     chunk = 2**24
 
+    def fits(self, weight: Tensor) -> bool:
+        """In whole blocks, and not of zeros alone, whose scales would be 0 / 0."""
+        return weight.numel() % self.block == 0 and bool(weight.any())
+
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         with quiet_torchao():
             from torchao.quantization import to_nf4
-        if weight.numel() % self.block:
-            raise ValueError(f"nf4 stores blocks of {self.block} weights, got {weight.numel()}")
+        if not self.fits(weight):
+            raise ValueError(f"nf4 stores blocks of {self.block} weights, not all zero; got {weight.numel()} weights")
         # The published models divide by 256 blocks; a smaller weight takes the largest divisor that it has.
         scale_block = math.gcd(weight.numel() // self.block, self.scale_block)
         quantized = to_nf4(weight.contiguous(), self.block, scale_block)
@@ -131,10 +139,8 @@ class NF4(Format):
         return weight.view(shape)
 
 
-FORMATS: dict[str, Format] = {
-    format.name: format
-    for format in (Dense("fp32", torch.float32), Dense("bf16", torch.bfloat16), Float8(), Int8(), NF4())
-}
+FP32, BF16 = Dense("fp32", torch.float32), Dense("bf16", torch.bfloat16)
+FORMATS: dict[str, Format] = {format.name: format for format in (FP32, BF16, Float8(), Int8(), NF4())}
 PRECISIONS = tuple(FORMATS)
 
 

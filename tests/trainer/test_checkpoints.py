@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import weakref
@@ -493,3 +494,21 @@ def test_a_file_cut_anywhere_is_one_clear_line(tmp_path, cut):
         open_model_file(path)
     assert "\n" not in str(caught.value)
     assert "base.safetensors" in str(caught.value)
+
+
+@pytest.mark.parametrize("misfit", ["zeros", "size"])
+def test_a_weight_that_nf4_cannot_store_is_kept_in_bf16_with_a_word(tmp_path, misfit):
+    """Of zeros alone the scales would be 0 / 0: every activation behind it NaN."""
+    if misfit == "zeros":
+        path = changed(tmp_path, lambda s: s["blocks.1.mlp.up.weight"].zero_())
+        name, precisions = "blocks.1.mlp.up", {"nf4"}
+    else:
+        model = FAMILIES["krea2"].build(dataclasses.replace(tiny.CONFIGS["krea2"], text_mlp=65))
+        path = tiny.write(model, tmp_path / "a.safetensors")
+        name, precisions = "txtfusion.layerwise_blocks.0.mlp.gate", {"nf4"}
+    for precision in ("nf4", "int8"):
+        base = load_base(path, precision, "fp32")
+        told = [note for note in base.notes if f"{precision} cannot store" in note and name in note]
+        assert bool(told) == (precision in precisions)
+        assert base.model.get_submodule(name).format.name == ("bf16" if precision in precisions else precision)
+        assert base.model(**tiny.inputs("krea2")).isfinite().all()

@@ -198,7 +198,7 @@ def test_backward_finds_weights_that_moved_after_the_forward():
 def test_excluded_layers_are_never_quantised(name):
     family = FAMILIES[name]
     model = tiny.build(name)
-    quantize_model(model, lambda path: choose_format(family, "int8", path, (64, 64)))
+    quantize_model(model, lambda path: choose_format(family, "int8", path))
     dense = {p for p, m in model.named_modules() if isinstance(m, FrozenLinear) and m.format.name == "bf16"}
     wanted = {
         "krea2": {
