@@ -20,7 +20,7 @@ class Table:
         inner: what stands inside each of them, official → diffusers. A fused module has several diffusers names,
             its members in row order.
         single: everything that is not numbered, official → diffusers.
-        main_blocks: pattern of a module inside a transformer block, whose group 1 is the block's number.
+        main_blocks: pattern of a transformer block, or of a module inside one, whose group 1 is the block's number.
     """
 
     family: str
@@ -113,7 +113,7 @@ KREA2 = Table(
         "last.norm.scale": "final_layer.norm.weight",
         "last.modulation.lin": "final_layer.scale_shift_table",
     },
-    main_blocks=r"blocks\.(\d+)\..+",
+    main_blocks=r"blocks\.(\d+)(\..+)?",
 )
 
 IDEOGRAM4 = Table(
@@ -153,7 +153,7 @@ IDEOGRAM4 = Table(
             "final_layer.adaln_modulation",
         )
     },
-    main_blocks=r"layers\.(\d+)\..+",
+    main_blocks=r"layers\.(\d+)(\..+)?",
 )
 
 TABLES: dict[str, Table] = {table.family: table for table in (KREA2, IDEOGRAM4)}

@@ -86,11 +86,11 @@ def resolve_targets(family: Family, linears: dict[str, nn.Linear], settings: Lor
         )
     if settings.blocks.strip() != "all":
         wanted = _block_range(settings.blocks)
-        numbers = {name: re.fullmatch(family.table.main_blocks, name) for name in linears}
-        count = 1 + max(int(found[1]) for found in numbers.values() if found)
+        numbers = {name: family.block_of(name) for name in linears}
+        count = 1 + max(number for number in numbers.values() if number is not None)
         if max(wanted) >= count:
             raise SettingsError(f"blocks {settings.blocks!r}: {family.title} here has the blocks 0 to {count - 1}")
-        chosen = [name for name in chosen if (found := numbers[name]) and int(found[1]) in wanted]
+        chosen = [name for name in chosen if numbers[name] in wanted]
         if not chosen:
             raise SettingsError(f"targets {settings.targets!r} matches nothing in the blocks {settings.blocks!r}")
     return chosen
@@ -175,9 +175,10 @@ def inject(
     layers = adapted(model, name)
     if set(layers) != set(targets):
         raise RuntimeError(f"PEFT adapted {len(layers)} modules where {len(targets)} were chosen")
+    # That of the norms: a Linear's own weight may be on the CPU while its block computes elsewhere.
+    device = next(model.parameters()).device
     with torch.no_grad():
         for layer in layers.values():
-            device = _device_of(layer.base_layer)
             for part in (layer.lora_A[name], layer.lora_B[name]):
                 part.to(device, dtype)
             initial = torch.empty(layer.lora_A[name].weight.shape)
@@ -194,11 +195,6 @@ def linears(model: nn.Module) -> dict[str, nn.Linear]:
     """Every Linear of the bare model by official name: the adapters' own are left out, adapted ones are in."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     return {name.removesuffix(".base_layer"): module for name, module in found.items() if ".lora_" not in name}
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    tensors = [*module.parameters(), *module.buffers()]
-    return tensors[0].device
 
 
 def _layers(model: nn.Module) -> dict[str, LoraLinear]:

@@ -13,6 +13,7 @@ from torch import nn
 from .checkpoints import ModelFile, open_model_file
 from .errors import SettingsError, some
 from .families import Family, Transformer
+from .offload import BlocksOnCPU, spread
 from .quantization import BF16, FP32, PRECISIONS, Dense, Format, FrozenLinear, format_of, replace_linears
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -28,6 +29,7 @@ class Base:
         source: the file that it came from.
         precision: the mode that was asked for.
         notes: what the user should know of the loading, one sentence each.
+        on_cpu: the blocks whose weights live in host memory; None where all are on the device.
     """
 
     model: Transformer
@@ -35,6 +37,7 @@ class Base:
     source: Path
     precision: str
     notes: tuple[str, ...]
+    on_cpu: BlocksOnCPU | None = None
 
 
 def compute_dtype_of(name: str) -> torch.dtype:
@@ -58,6 +61,7 @@ def load_base(
     precision: str = "bf16",
     compute_dtype: str = "bf16",
     device: torch.device | str = "cpu",
+    blocks_on_cpu: int = 0,
 ) -> Base:
     """Reads a model file into a frozen transformer.
 
@@ -67,10 +71,12 @@ def load_base(
             in fp32, the few Linears that the family never quantises in bf16 (or fp32).
         compute_dtype: `bf16` or `fp32`, the dtype of activations.
         device: where the weights go, each as soon as it is read, quantised there.
+        blocks_on_cpu: so many of the transformer's blocks, spread over its depth, are kept in host memory as soon as
+            they are quantised, and visit the device while they compute.
 
     Raises:
         CheckpointError: the file cannot be read as a base.
-        SettingsError: an unknown precision or dtype.
+        SettingsError: an unknown precision or dtype, or more blocks than there are.
     """
     format_of(precision)
     dtype = compute_dtype_of(compute_dtype)
@@ -80,6 +86,7 @@ def load_base(
         with torch.device("meta"):
             model = family.build(file.config)
         replace_linears(model, lambda name, linear: FrozenLinear.like(linear))
+        waiting = choose_blocks(family, model, blocks_on_cpu)
         counts: Counter[str] = Counter()
         misfits = []
         for name, tensor in file.tensors():
@@ -97,12 +104,29 @@ def load_base(
                     format = dense_format(precision)
                 owner.store(tensor, format, device)
                 counts[format.name] += 1
+            if isinstance(owner, FrozenLinear) and family.block_of(owner_name) in waiting:
+                owner.to("cpu")
+        on_cpu = BlocksOnCPU(list(waiting.values()), device) if waiting else None
     model.compute_dtype = dtype
     stored = ", ".join(f"{count} Linears in {name}" for name, count in counts.most_common())
     notes = [*file.notes, f"{family.title}: {stored}; norms in fp32; computing in {compute_dtype}"]
     if misfits:
         notes.append(f"{precision} cannot store {some(misfits)}, kept in {dense_format(precision).name}")
-    return Base(model.eval(), family, file.path, precision, tuple(notes))
+    if on_cpu is not None:
+        notes.append(f"{on_cpu.count} blocks, {on_cpu.host_bytes / 2**30:.2f} GiB, are kept on the CPU")
+    return Base(model.eval(), family, file.path, precision, tuple(notes), on_cpu)
+
+
+def choose_blocks(family: Family, model: nn.Module, count: int) -> dict[int, nn.Module]:
+    """`count` of the model's transformer blocks, spread over its depth, by number.
+
+    Raises:
+        SettingsError: there are not so many.
+    """
+    blocks = family.main_blocks(model)
+    if not 0 <= count <= len(blocks):
+        raise SettingsError(f"blocks_on_cpu is {count}; this {family.title} has {len(blocks)} blocks")
+    return {number: blocks[number] for number in spread(count, len(blocks))}
 
 
 __all__ = ["COMPUTE_DTYPES", "PRECISIONS", "Base", "choose_format", "compute_dtype_of", "load_base"]

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .families import Transformer
 from .samples import Sample
 
 
@@ -34,6 +35,7 @@ class Batch:
         mask: (B, T) bool, False at padding; None where all are of one length.
         weights: (B, 1, h, w) of the loss; None where all of every picture counts.
         names: of the samples.
+        after_trunk: the conditioning has been through the transformer's text trunk.
     """
 
     latents: Tensor
@@ -41,6 +43,15 @@ class Batch:
     mask: Tensor | None
     weights: Tensor | None
     names: tuple[str, ...]
+    after_trunk: bool = False
+
+    def velocity(self, model: Transformer, noisy: Tensor, sigma_B: Tensor) -> Tensor:
+        """The model's prediction for noisy latents of this batch, which are on the model's device."""
+        text = self.conditioning.to(noisy.device)
+        mask = None if self.mask is None else self.mask.to(noisy.device)
+        if self.after_trunk:
+            return model(noisy, sigma_B, mask_BT=mask, text=text)
+        return model(noisy, sigma_B, text, mask)
 
 
 class BatchStream:
@@ -103,8 +114,8 @@ def collate(samples: Sequence[Sample], visits: Sequence[Visit], empty: Tensor | 
     Args:
         samples: all of the run's.
         visits: of one batch.
-        empty: (T, W) conditioning of the empty prompt, which stands in for a dropped caption; None for a family that
-            runs without text, whose text is then masked away.
+        empty: (T, W) conditioning of the empty prompt, which stands in for a dropped caption, through the trunk where
+            the samples' is; None for a family that runs without text, whose text is then masked away.
     """
     latents, rows, lengths, names = [], [], [], []
     for visit in visits:
@@ -119,7 +130,8 @@ def collate(samples: Sequence[Sample], visits: Sequence[Visit], empty: Tensor | 
     mask = None
     if min(lengths) < longest:
         mask = torch.arange(longest)[None] < torch.tensor(lengths)[:, None]
-    return Batch(torch.stack(latents), conditioning, mask, _weights(samples, visits), tuple(names))
+    after_trunk = samples[visits[0].sample].after_trunk
+    return Batch(torch.stack(latents), conditioning, mask, _weights(samples, visits), tuple(names), after_trunk)
 
 
 def _weights(samples: Sequence[Sample], visits: Sequence[Visit]) -> Tensor | None:

@@ -38,6 +38,6 @@ def held_out_loss(
             sigma_B = sigma_quantiles(family, distribution, u.clamp(1e-9, 1 - 1e-9), batch.latents.shape).float()
             noise = draw_noise(batch.latents.shape, generator)
             noisy = add_noise(batch.latents, noise, sigma_B)
-            predicted = model(noisy.to(device), sigma_B.to(device), batch.conditioning.to(device))
+            predicted = batch.velocity(model, noisy.to(device), sigma_B.to(device))
             losses.append(velocity_loss(predicted.cpu(), batch.latents, noise, batch.weights).mean())
     return torch.stack(losses).mean().item()

@@ -72,7 +72,8 @@ class TrainSession:
             train: everything else.
             name: of the adapter, new on this base.
             caption_dropout: share of visits without their caption.
-            empty: (T, W) conditioning of the empty prompt, for those visits; None for a family that runs without text.
+            empty: conditioning of the empty prompt, like the samples', for those visits; None for a family that runs
+                without text.
         """
         self.base = base
         self.samples = samples
@@ -169,7 +170,6 @@ class TrainSession:
         sigma_B = draw_sigmas(self.base.family, self.train.timesteps, shape[0], shape, self.generator)
         noise = draw_noise(shape, self.generator)
         data, noise, sigma_B = (tensor.to(self.device) for tensor in (batch.latents, noise, sigma_B))
-        mask = None if batch.mask is None else batch.mask.to(self.device)
         noisy = add_noise(data, noise, sigma_B)
         with ExitStack() as stack:
             if self.lora.dropout:
@@ -178,7 +178,7 @@ class TrainSession:
                 devices = [self.device] if self.device.type == "cuda" else []
                 stack.enter_context(torch.random.fork_rng(devices))
                 torch.manual_seed(int(torch.randint(2**62, (), generator=self.generator)))
-            predicted = self.base.model(noisy, sigma_B, batch.conditioning.to(self.device), mask)
+            predicted = batch.velocity(self.base.model, noisy, sigma_B)
         weights = None if batch.weights is None else batch.weights.to(self.device)
         return velocity_loss(predicted, data, noise, weights)
 

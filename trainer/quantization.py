@@ -173,7 +173,13 @@ class FrozenLinear(nn.Linear):
     """A Linear whose weight and bias are buffers in some `Format` and are never trained.
 
     `weight` reads as the dequantised tensor, made anew at each access.
+
+    Attributes:
+        format: how the weight is stored; None while it is not.
+        placed: something else decides where the buffers lie, and `.to(device)` leaves them there.
     """
+
+    placed = False
 
     def __init__(self, in_features: int, out_features: int) -> None:
         nn.Module.__init__(self)
@@ -231,7 +237,7 @@ class FrozenLinear(nn.Linear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenLinear:
         # `.to(dtype)` and `.half()` are meant for parameters that train; here they would spoil data and scales.
         for name, buffer in self._buffers.items():
-            if buffer is not None:
+            if buffer is not None and not self.placed:
                 moved = fn(buffer)
                 self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
         return self

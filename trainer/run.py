@@ -32,7 +32,8 @@ from .plots import loss_plot, preview_grid, stack
 from .preflight import check, chosen_device
 from .samples import Cache, Encoders, Sample, encode_pictures, read_samples
 from .sampling import sample
-from .settings import RunSettings
+from .settings import DatasetSettings, RunSettings
+from .text_trunk import TextTrunk
 
 LOG, HELD_OUT = "log.jsonl", "held_out.jsonl"
 
@@ -85,11 +86,18 @@ def read_dataset(settings: RunSettings, file: ModelFile, encoders: Encoders | No
     assert encoders is not None
     pictures = read_folder(dataset.pictures, family, dataset.trigger, dataset.default_caption)
     check_held_out(dataset.held_out, len(pictures))
-    cache = Cache(dataset.encoded or Path(dataset.pictures) / ".graft-cache")
+    cache = cache_of(dataset)
     samples = encode_pictures(pictures, family, dataset.resolution, encoders, cache, dataset.flip)
     shapes = len({tuple(sample.latents.shape) for sample in samples})
     say(f"{len(samples)} pictures in {shapes} buckets; {cache.made} tensors encoded, {cache.found} found in the cache")
     return samples
+
+
+def cache_of(dataset: DatasetSettings) -> Cache:
+    """Where the encoded tensors of a folder of pictures are kept; nowhere for samples that came encoded."""
+    if dataset.encoded or dataset.pictures:
+        return Cache(dataset.encoded or Path(dataset.pictures) / ".graft-cache")
+    return Cache()
 
 
 class Run:
@@ -109,8 +117,17 @@ class Run:
         self.settings, self.encoders, self.say, self.base = settings, encoders, say, base
         self.folder = Path(settings.output).resolve()
         self.name = settings.name or self.folder.name
-        self.training, self.held_out, self.marks = training, held_out, marks
+        self.marks = marks
+        targets = adapters.resolve_targets(base.family, adapters.linears(base.model), settings.lora)
+        self.trunk = TextTrunk(base, targets, marks["base"], cache_of(settings.dataset))
+        self.training, self.held_out = self.trunk.samples(training), self.trunk.samples(held_out)
+        prompts = [] if encoders is None else [encoders.text(prompt) for prompt in settings.preview.prompts]
         empty = None if encoders is None or base.family.image_only_pass else encoders.text("")
+        if self.trunk.frozen:
+            prompts = [self.trunk.tokens(prompt) for prompt in prompts]
+            empty = None if empty is None else self.trunk.tokens(empty)
+            say("no adapter trains the text trunk: captions went through it once, and it waits on the CPU")
+        self.prompts, self.empty = prompts, empty
         self.session = TrainSession(
             base,
             self.training,
@@ -155,6 +172,10 @@ class Run:
 
     def finish(self) -> RunResult:
         """Trains to the end, or until Ctrl-C, and writes the results."""
+        with self.trunk.parked():
+            return self._finish()
+
+    def _finish(self) -> RunResult:
         lora = self.folder / f"{self.name}.safetensors"
         before = self.preview(None)
         self._write_preview(0, before)
@@ -278,14 +299,13 @@ class Run:
     def _sample(self, encoders: Encoders, adapter: str | None) -> list[Tensor]:
         pictures = []
         base, settings = self.base, self.settings.preview
-        device = next(base.model.parameters()).device
-        unconditional = None if base.family.image_only_pass else encoders.text("")[None].to(device)
         with adapters.active(base.model, adapter), attention.training_backends():
-            for index, prompt in enumerate(settings.prompts):
+            unconditional = None if self.empty is None else self._tokens(self.empty)
+            for index, prompt in enumerate(self.prompts):
                 latents = sample(
                     base.model,
                     base.family,
-                    encoders.text(prompt)[None].to(device),
+                    self._tokens(prompt),
                     unconditional,
                     self.training[0].latents.shape,
                     torch.Generator().manual_seed(settings.seed + index),
@@ -294,6 +314,11 @@ class Run:
                 )
                 pictures.append(encoders.decode(latents.cpu())[0])
         return pictures
+
+    def _tokens(self, text: Tensor) -> Tensor:
+        """(1, T, D) on the device, of a prompt's conditioning or, with a frozen trunk, of its tokens."""
+        text = text[None].to(self.session.device)
+        return text if self.trunk.frozen else self.base.model.encode_text(text)
 
 
 def split(samples: Sequence[Sample], held_out: int, seed: int) -> tuple[list[Sample], list[Sample]]:

@@ -60,6 +60,7 @@ class Sample:
         flipped: latents of the mirrored picture; None where it is not to be mirrored.
         weights: (h, w) in [0, 1] of the loss; None where all of the picture counts.
         repeats: visits in one epoch.
+        after_trunk: the conditioning has been through the transformer's text trunk and is (T, D).
     """
 
     name: str
@@ -69,6 +70,7 @@ class Sample:
     flipped: Tensor | None = None
     weights: Tensor | None = None
     repeats: int = 1
+    after_trunk: bool = False
 
 
 class Cache:
@@ -79,7 +81,7 @@ class Cache:
         found: how many were there already.
     """
 
-    def __init__(self, folder: str | Path | None) -> None:
+    def __init__(self, folder: str | Path | None = None) -> None:
         self.folder = None if folder is None else Path(folder)
         self.made = self.found = 0
 
@@ -131,7 +133,7 @@ def encode_pictures(
     multiple = family.latent_downscale * family.latent_multiple
     if resolution < multiple:
         raise DatasetError(f"resolution is {resolution}; {family.title} needs at least {multiple}")
-    cache = cache or Cache(None)
+    cache = cache or Cache()
     samples = []
     for picture in pictures:
         size = bucket(picture.size, resolution, multiple)
@@ -205,7 +207,10 @@ def read_samples(folder: str | Path, family: Family, width: int) -> list[Sample]
             faults.append(f"{path.name} {fault}")
         else:
             repeats = int(metadata.get("repeats", 1))
-            samples.append(Sample(metadata["name"], metadata["caption"], repeats=repeats, **tensors))
+            latents, conditioning = (tensors[name] for name in REQUIRED)
+            flipped, weights = (tensors.get(name) for name in OPTIONAL)
+            name, caption = metadata["name"], metadata["caption"]
+            samples.append(Sample(name, caption, latents, conditioning, flipped, weights, repeats))
     if faults:
         raise DatasetError(f"{folder}: {some(faults, 5)}")
     return samples

@@ -14,38 +14,40 @@ from .families import Family, Transformer
 def sample(
     model: Transformer,
     family: Family,
-    conditioning: Tensor,
+    text: Tensor,
     unconditional: Tensor | None,
     latent_shape: Sequence[int],
     generator: torch.Generator,
     steps: int | None = None,
     guidance: float | None = None,
+    unconditional_model: Transformer | None = None,
 ) -> Tensor:
     """Draws one picture's latents.
 
     Args:
         model: the transformer, with or without an active adapter.
         family: its family.
-        conditioning: (1, T, W) of the prompt.
-        unconditional: (1, T', W) of the empty prompt; None for the pass without text, where the family has one.
+        text: (1, T, D) of the prompt, from the model's `encode_text`.
+        unconditional: (1, T', D) of the empty prompt; None for the pass without text, where the family has one.
         latent_shape: (C, h, w).
         generator: CPU generator of the initial noise.
         steps: number of Euler steps; the family's by default.
         guidance: the usual CFG scale, `uncond + guidance·(cond - uncond)`; 1 leaves the unconditional pass out.
+        unconditional_model: the transformer for the unconditional pass; the same model by default.
 
     Returns:
-        (1, C, h, w) fp32 latents on the model's device.
+        (1, C, h, w) fp32 latents on the text's device.
     """
     steps = steps or family.preview.steps
     guidance = family.preview.guidance if guidance is None else guidance
-    device = conditioning.device
+    device = text.device
     sigmas = family.schedule(steps, latent_shape)
     x = (sigmas[0] * torch.randn((1, *latent_shape), generator=generator)).to(device, torch.float32)
     for step in range(steps):
         sigma_B = sigmas[step].float().expand(1).to(device)
-        velocity = model(x, sigma_B, conditioning).float()
+        velocity = model(x, sigma_B, text=text).float()
         if guidance != 1:
-            without = model(x, sigma_B, unconditional).float()
+            without = (unconditional_model or model)(x, sigma_B, text=unconditional).float()
             velocity = without + guidance * (velocity - without)
         x = x + (sigmas[step + 1] - sigmas[step]).item() * velocity
     return x

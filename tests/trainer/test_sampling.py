@@ -16,7 +16,7 @@ class Straight(torch.nn.Module):
         super().__init__()
         self.data = data
 
-    def forward(self, x, sigma_B, conditioning, mask=None):
+    def forward(self, x, sigma_B, text):
         return (x - self.data) / sigma_B.view(-1, 1, 1, 1)
 
 
@@ -37,7 +37,9 @@ def test_equals_diffusers_scheduler_and_guidance(family_name, guidance):
     arguments = tiny.inputs(family_name, batch=1)
     cond, shape = arguments["conditioning"], tiny.LATENTS[family_name]
     uncond = None if family.image_only_pass else cond[:, :1]
-    found = sample(model, family, cond, uncond, shape, torch.Generator().manual_seed(3), 5, guidance)
+    text = model.encode_text(cond)
+    empty = None if uncond is None else model.encode_text(uncond)
+    found = sample(model, family, text, empty, shape, torch.Generator().manual_seed(3), 5, guidance)
 
     scheduler = FlowMatchEulerDiscreteScheduler()
     sigmas = family.schedule(5, shape)
@@ -56,10 +58,24 @@ def test_equals_diffusers_scheduler_and_guidance(family_name, guidance):
 
 def test_the_same_seed_gives_the_same_picture(family_name):
     family, model = FAMILIES[family_name], tiny.build(family_name)
-    cond = tiny.inputs(family_name, batch=1)["conditioning"]
+    text = model.encode_text(tiny.inputs(family_name, batch=1)["conditioning"])
     pictures = [
-        sample(model, family, cond, cond, tiny.LATENTS[family_name], torch.Generator().manual_seed(s), 2)
+        sample(model, family, text, text, tiny.LATENTS[family_name], torch.Generator().manual_seed(s), 2)
         for s in (1, 1, 2)
     ]
     assert torch.equal(pictures[0], pictures[1])
     assert not torch.equal(pictures[0], pictures[2])
+
+
+def test_the_unconditional_transformer_of_a_pair_guides():
+    """Ideogram 4 ships two transformers: the second, which never sees text, gives the unconditional pass."""
+    family, model, other = FAMILIES["ideogram4"], tiny.build("ideogram4"), tiny.build("ideogram4", seed=5)
+    text = model.encode_text(tiny.inputs("ideogram4", batch=1)["conditioning"])
+    shape = tiny.LATENTS["ideogram4"]
+    found = sample(model, family, text, None, shape, torch.Generator().manual_seed(3), 1, 3.0, other)
+    sigmas = family.schedule(1, shape)
+    x = sigmas[0].float() * torch.randn((1, *shape), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        cond, uncond = model(x, sigmas[:1].float(), text=text), other(x, sigmas[:1].float())
+    wanted = x + (sigmas[1] - sigmas[0]).float() * (uncond + 3.0 * (cond - uncond))
+    assert tiny.relative(found, wanted) < 1e-6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +26,21 @@ class Transformer(nn.Module, ABC):
     compute_dtype: torch.dtype = torch.float32
 
     @abstractmethod
-    def velocity(self, latents: Tensor, sigma_B: Tensor, conditioning: Tensor | None, mask_BT: Tensor | None) -> Tensor:
-        """The forward pass proper; see `forward` for the arguments."""
+    def text_tokens(self, conditioning: Tensor, mask_BT: Tensor | None) -> Tensor:
+        """The text trunk: (B, T, W) → (B, T, D). It depends on neither time nor latents."""
+
+    @abstractmethod
+    def velocity(self, latents: Tensor, sigma_B: Tensor, text_BTD: Tensor | None, mask_BT: Tensor | None) -> Tensor:
+        """The forward pass after the text trunk; see `forward` for the arguments."""
+
+    @torch.no_grad()
+    def encode_text(self, conditioning: Tensor, mask_BT: Tensor | None = None) -> Tensor:
+        """The text trunk alone, (B, T, W) → (B, T, D) in `compute_dtype`: `forward` takes it as `text`.
+
+        Where no adapter trains the trunk this can be done once for a whole run.
+        """
+        with torch.autocast(conditioning.device.type, enabled=False):
+            return self.text_tokens(conditioning, mask_BT)
 
     def forward(
         self,
@@ -34,6 +48,7 @@ class Transformer(nn.Module, ABC):
         sigma_B: Tensor,
         conditioning: Tensor | None = None,
         mask_BT: Tensor | None = None,
+        text: Tensor | None = None,
     ) -> Tensor:
         """Predicts the velocity `noise - data`.
 
@@ -42,6 +57,7 @@ class Transformer(nn.Module, ABC):
             sigma_B: (B,), the share of noise in [0, 1]: 1 is pure noise.
             conditioning: (B, T, W), the text encoder's features of the family's width.
             mask_BT: (B, T) bool, False at padding. None where there is none.
+            text: (B, T, D), what `encode_text` made of the conditioning, in its place.
 
         Returns:
             The velocity in the shape of `latents`, in `compute_dtype`.
@@ -50,7 +66,11 @@ class Transformer(nn.Module, ABC):
             ValueError: a shape that the family cannot take.
         """
         with torch.autocast(latents.device.type, enabled=False):
-            return self.velocity(latents, sigma_B, conditioning, mask_BT)
+            if conditioning is not None:
+                if text is not None:
+                    raise ValueError("give conditioning or text, not both")
+                text = self.text_tokens(conditioning, mask_BT)
+            return self.velocity(latents, sigma_B, text, mask_BT)
 
 
 @dataclass(frozen=True)
@@ -74,6 +94,7 @@ class Family(ABC):
         latent_multiple: latents' sides must be multiples of this.
         presets: target preset → regular expression over official module names, matched whole.
         never_quantised: regular expression over official module names that stay in the dense dtype.
+        text_trunk: the transformer's children that `text_tokens` runs, and nothing else.
         preview: how it is sampled by default.
         distilled: pattern of file names of distilled variants, which have the same keys and are no base to train on.
         json_captions: whether it was trained on structured captions, which a `.json` file may then hold.
@@ -90,6 +111,7 @@ class Family(ABC):
     latent_multiple: ClassVar[int]
     presets: ClassVar[Mapping[str, str]]
     never_quantised: ClassVar[str]
+    text_trunk: ClassVar[tuple[str, ...]]
     preview: ClassVar[Preview]
     distilled: ClassVar[str]
     json_captions: ClassVar[bool]
@@ -106,6 +128,15 @@ class Family(ABC):
     @abstractmethod
     def blocks(self, model: nn.Module) -> dict[str, nn.Module]:
         """The blocks worth recomputing, by official name, in the order in which they run."""
+
+    def block_of(self, module: str) -> int | None:
+        """Number of the transformer block that a module, by official name, is or stands in; None outside of them."""
+        found = re.fullmatch(self.table.main_blocks, module)
+        return int(found[1]) if found else None
+
+    def main_blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The transformer's blocks in the order in which they run, without those of a text trunk."""
+        return [block for name, block in self.blocks(model).items() if self.block_of(name) is not None]
 
     def official_name(self, name: str) -> tuple[str, int | None]:
         """Official name of a parameter that may bear diffusers' name, and which member of a fused one it is, if any.

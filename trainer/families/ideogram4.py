@@ -172,7 +172,7 @@ class Ideogram4Transformer(Transformer):
         self.final_layer = FinalLayer(config)
 
     def text_tokens(self, conditioning: Tensor, mask_BT: Tensor | None) -> Tensor:
-        """(B, T, W) → (B, T, D). Depends on neither time nor latents; padding becomes zero."""
+        """(B, T, W) → (B, T, D); padding becomes zero."""
         if conditioning.shape[-1] != self.config.text_features:
             raise ValueError(
                 f"Ideogram 4 takes conditioning of {self.config.text_features} features per token, got "
@@ -182,7 +182,7 @@ class Ideogram4Transformer(Transformer):
         text_BTD = self.llm_cond_proj(self.llm_cond_norm(x_BTW))
         return text_BTD if mask_BT is None else text_BTD * mask_BT[..., None].to(text_BTD.dtype)
 
-    def velocity(self, latents: Tensor, sigma_B: Tensor, conditioning: Tensor | None, mask_BT: Tensor | None) -> Tensor:
+    def velocity(self, latents: Tensor, sigma_B: Tensor, text_BTD: Tensor | None, mask_BT: Tensor | None) -> Tensor:
         if latents.ndim != 4:
             raise ValueError(f"Ideogram 4 takes latents (B, C, h, w), got {tuple(latents.shape)}")
         rows, columns = latents.shape[-2:]
@@ -190,9 +190,9 @@ class Ideogram4Transformer(Transformer):
         indicator = self.embed_image_indicator.weight.to(dtype)  # 0 for text, 1 for image
         x_BLD = self.input_proj(to_tokens(latents).to(dtype)) + indicator[1]
         texts, key_mask_BL = 0, None
-        if conditioning is not None:
-            texts = conditioning.shape[1]
-            x_BLD = torch.cat([self.text_tokens(conditioning, mask_BT) + indicator[0], x_BLD], dim=1)
+        if text_BTD is not None:
+            texts = text_BTD.shape[1]
+            x_BLD = torch.cat([text_BTD + indicator[0], x_BLD], dim=1)
             if mask_BT is not None:
                 key_mask_BL = F.pad(mask_BT.bool(), (0, rows * columns), value=True)
 
@@ -267,6 +267,7 @@ class Ideogram4(Family):
         r"input_proj|llm_cond_proj|t_embedding\.mlp_(in|out)|adaln_proj|layers\.\d+\.adaln_modulation"
         r"|final_layer\.(linear|adaln_modulation)"
     )
+    text_trunk = ("llm_cond_norm", "llm_cond_proj")
     preview = Preview(steps=20, guidance=7.0)
     distilled = r"turbo|distilled"
     json_captions = True

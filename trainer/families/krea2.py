@@ -232,7 +232,7 @@ class Krea2Transformer(Transformer):
         self.tproj = nn.Sequential(nn.GELU(approximate="tanh"), nn.Linear(width, 6 * width))
 
     def text_tokens(self, conditioning: Tensor, mask_BT: Tensor | None) -> Tensor:
-        """(B, T, N·E) → (B, T, D). Depends on neither time nor latents."""
+        """(B, T, N·E) → (B, T, D)."""
         wanted = self.config.text_layers * self.config.text_width
         if conditioning.shape[-1] != wanted:
             raise ValueError(
@@ -242,8 +242,8 @@ class Krea2Transformer(Transformer):
         x_BTNE = conditioning.to(self.compute_dtype).unflatten(-1, (self.config.text_layers, -1))
         return self.txtmlp(self.txtfusion(x_BTNE, mask_BT))
 
-    def velocity(self, latents: Tensor, sigma_B: Tensor, conditioning: Tensor | None, mask_BT: Tensor | None) -> Tensor:
-        if conditioning is None:
+    def velocity(self, latents: Tensor, sigma_B: Tensor, text_BTD: Tensor | None, mask_BT: Tensor | None) -> Tensor:
+        if text_BTD is None:
             raise ValueError("Krea 2 has no pass without text: give the empty prompt's conditioning instead")
         frames = latents.shape[2:-2]
         if frames not in ((), (1,)):
@@ -251,7 +251,6 @@ class Krea2Transformer(Transformer):
         rows, columns = latents.shape[-2] // PATCH, latents.shape[-1] // PATCH
 
         image_BID = self.first(patchify(latents.squeeze(2) if frames else latents).to(self.compute_dtype))
-        text_BTD = self.text_tokens(conditioning, mask_BT)
         time_B1D = self.tmlp(time_embedding(sigma_B, self.config.time_features).to(self.compute_dtype).unsqueeze(1))
         shared_B1_6D = self.tproj(time_B1D)
 
@@ -330,6 +329,7 @@ class Krea2(Family):
         "all": r".*",
     }
     never_quantised = r"first|last\.linear|tmlp\.\d|tproj\.1|txtmlp\.\d|txtfusion\.projector"
+    text_trunk = ("txtfusion", "txtmlp")
     preview = Preview(steps=28, guidance=5.5)
     distilled = r"turbo"
     json_captions = False
