@@ -26,7 +26,8 @@ def build(
         weight_decay: decoupled.
     """
     if name == "adamw":
-        return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay)
+        # Fused: one kernel, and no temporary as large as the parameters.
+        return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay, fused=True)
     if name == "adamw8bit":
         with quiet_torchao():
             from torchao.optim import AdamW8bit

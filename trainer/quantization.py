@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ClassVar
@@ -33,13 +33,21 @@ class Format(ABC):
     name: ClassVar[str]
     buffers: ClassVar[tuple[str, ...]] = ("data", "scale")
 
+    def fits_shape(self, shape: Sequence[int]) -> bool:
+        """Whether a weight of this shape can be stored so."""
+        return True
+
     def fits(self, weight: Tensor) -> bool:
         """Whether this weight can be stored so."""
-        return True
+        return self.fits_shape(weight.shape)
 
     @abstractmethod
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """fp32 (out, in) → the buffers."""
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, int]) -> dict[str, Tensor]:
+        """Buffers as `quantize` would make them for a weight of this shape, uninitialised, on the default device."""
 
     @abstractmethod
     def dequantize(self, buffers: Buffers, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -58,12 +66,20 @@ class Dense(Format):
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         return {"data": weight.to(self.dtype)}
 
+    def empty(self, shape: tuple[int, int]) -> dict[str, Tensor]:
+        return {"data": torch.empty(shape, dtype=self.dtype)}
+
     def dequantize(self, buffers: Buffers, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         return buffers["data"].to(dtype)
 
 
 class _PerRow(Format):
     """8-bit data and one fp32 scale per output row (out, 1)."""
+
+    dtype: ClassVar[torch.dtype]
+
+    def empty(self, shape: tuple[int, int]) -> dict[str, Tensor]:
+        return {"data": torch.empty(shape, dtype=self.dtype), "scale": torch.empty(shape[0], 1)}
 
     def dequantize(self, buffers: Buffers, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         # 8-bit data are exact in bf16; the in-place product is formed in fp32 and rounded once.
@@ -74,6 +90,7 @@ class Int8(_PerRow):
     """Symmetric int8, scale = max|row| / 127.5 (torchao `Int8WeightOnlyConfig`)."""
 
     name = "int8"
+    dtype = torch.int8
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         with quiet_torchao():
@@ -86,6 +103,7 @@ class Float8(_PerRow):
     """float8_e4m3fn, scale = max|row| / 448 (torchao `Float8WeightOnlyConfig`)."""
 
     name = "fp8"
+    dtype = torch.float8_e4m3fn
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         with quiet_torchao():
@@ -104,17 +122,20 @@ class NF4(Format):
     # Weights dequantised at once: the fp32 copy and the int32 index of one chunk take 96 MiB.
     chunk = 2**24
 
+    def fits_shape(self, shape: Sequence[int]) -> bool:
+        """In whole blocks."""
+        return math.prod(shape) % self.block == 0
+
     def fits(self, weight: Tensor) -> bool:
-        """In whole blocks, and not of zeros alone, whose scales would be 0 / 0."""
-        return weight.numel() % self.block == 0 and bool(weight.any())
+        """Also not of zeros alone, whose scales would be 0 / 0."""
+        return super().fits(weight) and bool(weight.any())
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         with quiet_torchao():
             from torchao.quantization import to_nf4
         if not self.fits(weight):
             raise ValueError(f"nf4 stores blocks of {self.block} weights, not all zero; got {weight.numel()} weights")
-        # The published models divide by 256 blocks; a smaller weight takes the largest divisor that it has.
-        scale_block = math.gcd(weight.numel() // self.block, self.scale_block)
+        scale_block = self._scale_block(weight.numel())
         quantized = to_nf4(weight.contiguous(), self.block, scale_block)
         levels = quantized.nf4
         return {
@@ -124,6 +145,20 @@ class NF4(Format):
             "scale_mean": quantized.scaler_mean,
             # Both weights of every possible byte, so that one lookup by the byte yields two weights.
             "levels": torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1),
+        }
+
+    def _scale_block(self, numel: int) -> int:
+        """Scales that share a factor: 256 in the published models; a smaller weight takes the largest divisor."""
+        return math.gcd(numel // self.block, self.scale_block)
+
+    def empty(self, shape: tuple[int, int]) -> dict[str, Tensor]:
+        blocks = math.prod(shape) // self.block
+        return {
+            "data": torch.empty(math.prod(shape) // 2, dtype=torch.uint8),
+            "scale": torch.empty(blocks, dtype=torch.int8),
+            "scale_factor": torch.empty(blocks // self._scale_block(math.prod(shape))),
+            "scale_mean": torch.empty(()),
+            "levels": torch.empty(256, 2),
         }
 
     def dequantize(self, buffers: Buffers, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

@@ -216,3 +216,12 @@ def test_excluded_layers_are_never_quantised(name):
 def test_unknown_precision_is_named():
     with pytest.raises(SettingsError, match="precision 'int3' is not known; choose one of fp32, bf16, fp8, int8, nf4"):
         format_of("int3")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [(256, 256), (64, 192), (8, 64 * 3)])
+def test_empty_buffers_are_those_that_quantising_makes(mode, shape):
+    made, empty = FORMATS[mode].quantize(weight(*shape)), FORMATS[mode].empty(shape)
+    assert tuple(made) == tuple(empty) == FORMATS[mode].buffers
+    for name in made:
+        assert (made[name].shape, made[name].dtype) == (empty[name].shape, empty[name].dtype), name

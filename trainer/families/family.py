@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from ...lora_convert.tables import Table
 
+ROPE_SHAPES = 16  # a few MB each: more than the buckets of most datasets
+
 
 class Transformer(nn.Module, ABC):
     """A velocity model. `compute_dtype` is the dtype of activations; weights may be stored in any other.
@@ -25,9 +27,29 @@ class Transformer(nn.Module, ABC):
 
     compute_dtype: torch.dtype = torch.float32
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._rope: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+
     @abstractmethod
     def text_tokens(self, conditioning: Tensor, mask_BT: Tensor | None) -> Tensor:
         """The text trunk: (B, T, W) → (B, T, D). It depends on neither time nor latents."""
+
+    @abstractmethod
+    def rope_tables(self, texts: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (L, K/2) of the rotary embedding, fp32 on the CPU, for texts + rows·columns tokens."""
+
+    def rope(self, texts: int, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`rope_tables` on the device, kept for the next pass of the same shape."""
+        key = (texts, rows, columns, device)
+        if key not in self._rope:
+            if len(self._rope) == ROPE_SHAPES:
+                del self._rope[next(iter(self._rope))]
+            # Made outside inference mode, under which a sampler may run, since training uses them too.
+            with torch.inference_mode(False):
+                cos, sin = self.rope_tables(texts, rows, columns)
+                self._rope[key] = cos.to(device), sin.to(device)
+        return self._rope[key]
 
     @abstractmethod
     def velocity(self, latents: Tensor, sigma_B: Tensor, text_BTD: Tensor | None, mask_BT: Tensor | None) -> Tensor:
@@ -70,6 +92,8 @@ class Transformer(nn.Module, ABC):
                 if text is not None:
                     raise ValueError("give conditioning or text, not both")
                 text = self.text_tokens(conditioning, mask_BT)
+            elif text is not None:
+                text = text.to(self.compute_dtype)
             return self.velocity(latents, sigma_B, text, mask_BT)
 
 
@@ -120,6 +144,10 @@ class Family(ABC):
     @abstractmethod
     def config(self, shapes: Mapping[str, Sequence[int]]) -> Any:
         """The transformer's sizes, read from the shapes of its official parameters."""
+
+    @abstractmethod
+    def with_blocks(self, config: Any, blocks: int) -> Any:
+        """The same sizes with another number of transformer blocks."""
 
     @abstractmethod
     def build(self, config: Any) -> Transformer:

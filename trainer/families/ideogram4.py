@@ -14,8 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -182,6 +181,9 @@ class Ideogram4Transformer(Transformer):
         text_BTD = self.llm_cond_proj(self.llm_cond_norm(x_BTW))
         return text_BTD if mask_BT is None else text_BTD * mask_BT[..., None].to(text_BTD.dtype)
 
+    def rope_tables(self, texts: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        return rope_tables(self.config.head_width, texts, rows, columns)
+
     def velocity(self, latents: Tensor, sigma_B: Tensor, text_BTD: Tensor | None, mask_BT: Tensor | None) -> Tensor:
         if latents.ndim != 4:
             raise ValueError(f"Ideogram 4 takes latents (B, C, h, w), got {tuple(latents.shape)}")
@@ -197,7 +199,7 @@ class Ideogram4Transformer(Transformer):
                 key_mask_BL = F.pad(mask_BT.bool(), (0, rows * columns), value=True)
 
         time_B1R = F.silu(self.adaln_proj(self.t_embedding(1.0 - sigma_B.float(), dtype))).unsqueeze(1)
-        rope = tuple(table.to(latents.device) for table in rope_tables(self.config.head_width, texts, rows, columns))
+        rope = self.rope(texts, rows, columns, latents.device)
         for layer in self.layers:
             x_BLD = layer(x_BLD, time_B1R, rope, key_mask_BL)
         return -from_tokens(self.final_layer(x_BLD[:, texts:], time_B1R), rows, columns)
@@ -216,28 +218,26 @@ def from_tokens(tokens_BIC: Tensor, rows: int, columns: int) -> Tensor:
     return cut.permute(0, 5, 3, 4, 1, 2).flatten(1, 3)
 
 
-@lru_cache(maxsize=32)
 def rope_tables(head_width: int, texts: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines (L, K/2), fp32, of interleaved 3-axis RoPE, formed in fp32 as the official model does.
 
     At image positions near 65536 the rounding of fp32 is part of what the model learned, and bf16, with a spacing of
     512 there, would collapse the picture to grey: the arithmetic stays fp32 whatever the compute dtype.
     """
-    with torch.inference_mode(False):
-        exponent = torch.arange(0, head_width, 2, dtype=torch.float32, device="cpu") / head_width
-        frequency_F = 1.0 / (ROPE_THETA**exponent)
-        text = torch.arange(texts, device="cpu")[:, None].expand(texts, 3)
-        row = torch.arange(rows, device="cpu").repeat_interleave(columns)
-        column = torch.arange(columns, device="cpu").repeat(rows)
-        image = torch.stack([torch.zeros_like(row), row, column], dim=1) + IMAGE_POSITION
-        position_3L = torch.cat([text, image]).T.float()
-        angles_3LF = position_3L[:, :, None] * frequency_F
-        # Frequencies 1, 4, 7, … belong to rows and 2, 5, 8, … to columns, each up to its section's length.
-        angles_LF = angles_3LF[0].clone()
-        for axis in (1, 2):
-            chosen = slice(axis, 3 * ROPE_SECTIONS[axis], 3)
-            angles_LF[:, chosen] = angles_3LF[axis][:, chosen]
-        return angles_LF.cos(), angles_LF.sin()
+    exponent = torch.arange(0, head_width, 2, dtype=torch.float32, device="cpu") / head_width
+    frequency_F = 1.0 / (ROPE_THETA**exponent)
+    text = torch.arange(texts, device="cpu")[:, None].expand(texts, 3)
+    row = torch.arange(rows, device="cpu").repeat_interleave(columns)
+    column = torch.arange(columns, device="cpu").repeat(rows)
+    image = torch.stack([torch.zeros_like(row), row, column], dim=1) + IMAGE_POSITION
+    position_3L = torch.cat([text, image]).T.float()
+    angles_3LF = position_3L[:, :, None] * frequency_F
+    # Frequencies 1, 4, 7, … belong to rows and 2, 5, 8, … to columns, each up to its section's length.
+    angles_LF = angles_3LF[0].clone()
+    for axis in (1, 2):
+        chosen = slice(axis, 3 * ROPE_SECTIONS[axis], 3)
+        angles_LF[:, chosen] = angles_3LF[axis][:, chosen]
+    return angles_LF.cos(), angles_LF.sin()
 
 
 def rotate(x_BLHK: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
@@ -284,6 +284,9 @@ class Ideogram4(Family):
             time_width=shapes["adaln_proj.weight"][0],
             text_features=shapes["llm_cond_proj.weight"][1],
         )
+
+    def with_blocks(self, config: Ideogram4Config, blocks: int) -> Ideogram4Config:
+        return replace(config, layers=blocks)
 
     def build(self, config: Ideogram4Config) -> Ideogram4Transformer:
         return Ideogram4Transformer(config)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -242,6 +241,9 @@ class Krea2Transformer(Transformer):
         x_BTNE = conditioning.to(self.compute_dtype).unflatten(-1, (self.config.text_layers, -1))
         return self.txtmlp(self.txtfusion(x_BTNE, mask_BT))
 
+    def rope_tables(self, texts: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        return rope_tables(self.config.rope_axes, texts, rows, columns)
+
     def velocity(self, latents: Tensor, sigma_B: Tensor, text_BTD: Tensor | None, mask_BT: Tensor | None) -> Tensor:
         if text_BTD is None:
             raise ValueError("Krea 2 has no pass without text: give the empty prompt's conditioning instead")
@@ -255,7 +257,7 @@ class Krea2Transformer(Transformer):
         shared_B1_6D = self.tproj(time_B1D)
 
         texts = text_BTD.shape[1]
-        rope = tuple(table.to(latents.device) for table in rope_tables(self.config.rope_axes, texts, rows, columns))
+        rope = self.rope(texts, rows, columns, latents.device)
         key_mask_BL = None if mask_BT is None else F.pad(mask_BT.bool(), (0, rows * columns), value=True)
         x_BLD = torch.cat([text_BTD, image_BID], dim=1)
         for block in self.blocks:
@@ -287,22 +289,20 @@ def time_embedding(sigma_B: Tensor, features: int) -> Tensor:
     return sinusoid(angles, torch.cos, torch.sin)
 
 
-@lru_cache(maxsize=32)
 def rope_tables(axes: tuple[int, int, int], texts: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines (L, K/2), fp32, of 3-axis RoPE; text stands at (0, 0, 0), image at (0, row, column).
 
-    Angles are formed in fp64 and rounded once, as diffusers does; the tables stay on the CPU and are shared by a run.
+    Angles are formed in fp64 and rounded once, as diffusers does.
     """
-    with torch.inference_mode(False):
-        position = torch.zeros(texts + rows * columns, 3, dtype=torch.float64, device="cpu")
-        position[texts:, 1] = torch.arange(rows, device="cpu").repeat_interleave(columns)
-        position[texts:, 2] = torch.arange(columns, device="cpu").repeat(rows)
-        angles = []
-        for axis, width in enumerate(axes):
-            exponent = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width
-            angles.append(position[:, axis : axis + 1] / ROPE_THETA**exponent)
-        angles_LK2 = torch.cat(angles, dim=1)
-        return angles_LK2.cos().float(), angles_LK2.sin().float()
+    position = torch.zeros(texts + rows * columns, 3, dtype=torch.float64, device="cpu")
+    position[texts:, 1] = torch.arange(rows, device="cpu").repeat_interleave(columns)
+    position[texts:, 2] = torch.arange(columns, device="cpu").repeat(rows)
+    angles = []
+    for axis, width in enumerate(axes):
+        exponent = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width
+        angles.append(position[:, axis : axis + 1] / ROPE_THETA**exponent)
+    angles_LK2 = torch.cat(angles, dim=1)
+    return angles_LK2.cos().float(), angles_LK2.sin().float()
 
 
 def rotate(x_BLHK: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
@@ -354,6 +354,9 @@ class Krea2(Family):
             text_kv_heads=shapes["txtfusion.layerwise_blocks.0.attn.wk.weight"][0] // text_head_width,
             text_mlp=shapes["txtfusion.layerwise_blocks.0.mlp.gate.weight"][0],
         )
+
+    def with_blocks(self, config: Krea2Config, blocks: int) -> Krea2Config:
+        return replace(config, blocks=blocks)
 
     def build(self, config: Krea2Config) -> Krea2Transformer:
         return Krea2Transformer(config)
