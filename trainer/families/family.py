@@ -146,6 +146,10 @@ class Family(ABC):
         """The transformer's sizes, read from the shapes of its official parameters."""
 
     @abstractmethod
+    def block_count(self, config: Any) -> int:
+        """How many transformer blocks a model of these sizes has, without those of a text trunk."""
+
+    @abstractmethod
     def with_blocks(self, config: Any, blocks: int) -> Any:
         """The same sizes with another number of transformer blocks."""
 

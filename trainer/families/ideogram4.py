@@ -285,6 +285,9 @@ class Ideogram4(Family):
             text_features=shapes["llm_cond_proj.weight"][1],
         )
 
+    def block_count(self, config: Ideogram4Config) -> int:
+        return config.layers
+
     def with_blocks(self, config: Ideogram4Config, blocks: int) -> Ideogram4Config:
         return replace(config, layers=blocks)
 

@@ -355,6 +355,9 @@ class Krea2(Family):
             text_mlp=shapes["txtfusion.layerwise_blocks.0.mlp.gate.weight"][0],
         )
 
+    def block_count(self, config: Krea2Config) -> int:
+        return config.blocks
+
     def with_blocks(self, config: Krea2Config, blocks: int) -> Krea2Config:
         return replace(config, blocks=blocks)
 

@@ -1,0 +1,384 @@
+"""The memory plan: what a run will take, before anything of it is loaded.
+
+A training step is carried out at full size with tensors that have shapes and no data (`FakeTensorMode`), and the bytes
+alive are counted. The blocks of a transformer are alike, so every figure is linear in their number: two counts with few
+blocks give it for all of them (a test compares with a count of them all).
+
+What is counted is what torch's allocator hands out. CUDA's own context, kernels' workspaces and the allocator's
+rounding come on top: `usable` leaves room for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from . import adapters, memory
+from .adapters import LoraSettings
+from .base_model import choose_format, compute_dtype_of, dense_format
+from .batches import Batch
+from .errors import SettingsError
+from .families import Family, Transformer
+from .live_bytes import LiveBytes, tensors_of
+from .objective import add_noise, velocity_loss
+from .offload import SLOTS
+from .quantization import FrozenLinear, replace_linears
+from .text_trunk import is_frozen
+
+GIB = 2**30
+AUTO = "auto"
+# What `auto` tries, the best first. fp8 is never chosen by itself: it takes the memory of int8 and is less exact.
+AUTO_PRECISIONS = ("bf16", "int8", "nf4")
+# Tokens of a long caption, where the captions have not been encoded yet.
+ASSUMED_TOKENS = 512
+FEW, MORE = 3, 4  # blocks counted; from 3 on the largest moment lies in the middle of the model, as with all of them
+# Host memory that reading a model file takes beside what it keeps.
+LOADING = int(1.5 * GIB)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """All that a run's memory depends on.
+
+    Attributes:
+        family: of the base.
+        config: its sizes.
+        latent_shape: (C, h, w) of the largest pictures.
+        text_tokens: of the longest caption.
+        lora: the adapter.
+        precision: how the base is stored, or `auto`.
+        compute_dtype: of activations.
+        batch_size: pictures in one forward pass.
+        optimizer: as in the training settings.
+        ema: whether a moving average is kept.
+        checkpointing: `on`, `off`, or `auto`.
+        blocks_on_cpu: a number, or `auto`.
+        preview: whether pictures are sampled during the run.
+        unconditional: whether previews use a transformer of their own for the unconditional pass.
+    """
+
+    family: Family
+    config: Any
+    latent_shape: tuple[int, int, int]
+    text_tokens: int = ASSUMED_TOKENS
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    precision: str = AUTO
+    compute_dtype: str = "bf16"
+    batch_size: int = 1
+    optimizer: str = "adamw"
+    ema: bool = False
+    checkpointing: str = AUTO
+    blocks_on_cpu: int | str = AUTO
+    preview: bool = True
+    unconditional: bool = False
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks the transformer has."""
+        return self.family.block_count(self.config)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Peaks in bytes.
+
+    Attributes:
+        device: of the device that trains.
+        host: of main memory, the process's own libraries apart.
+        weights: of `device`, the frozen weights that stay there.
+        adapter: of `device`, the adapter, its optimiser's state and its average.
+    """
+
+    device: int
+    host: int
+    weights: int
+    adapter: int
+
+    @property
+    def activations(self) -> int:
+        """The rest of `device`: activations, gradients, and weights dequantised for a moment."""
+        return self.device - self.weights - self.adapter
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Bytes of a run with all its blocks on the device, and of what could be elsewhere."""
+
+    weights: float
+    block: float
+    trunk: float  # of a text trunk that waits on the CPU
+    adapter: float
+    peak: float
+
+
+def predict(workload: Workload) -> Prediction:
+    """The peaks of a workload in which nothing is left to `auto`."""
+    counts = _counts(replace(workload, blocks_on_cpu=0, unconditional=False))
+    on_cpu = int(workload.blocks_on_cpu)
+    # Blocks on the CPU are replaced by the slots that they visit, at every moment alike.
+    saved = (on_cpu - min(SLOTS, on_cpu)) * counts.block
+    host = on_cpu * _pinned(counts.block) + counts.trunk + LOADING + 2 * counts.adapter
+    guide = guide_host = 0.0
+    if workload.unconditional:
+        # Every block of the second transformer waits on the CPU.
+        blocks = workload.blocks
+        guide = counts.weights - (blocks - SLOTS) * counts.block
+        guide_host = blocks * _pinned(counts.block)
+    return Prediction(
+        device=int(counts.peak - saved + guide),
+        host=int(host + guide_host),
+        weights=int(counts.weights - saved + guide),
+        adapter=int(counts.adapter),
+    )
+
+
+def _pinned(bytes: float) -> int:
+    """Torch's allocator of pinned memory rounds up to a power of two."""
+    return 2 ** math.ceil(math.log2(bytes))
+
+
+@lru_cache(maxsize=64)
+def _counts(workload: Workload) -> _Counts:
+    total = workload.blocks
+    if total <= MORE or workload.lora.blocks.strip() != "all":
+        return _count(workload)
+    few, more = (
+        _count(replace(workload, config=workload.family.with_blocks(workload.config, blocks))) for blocks in (FEW, MORE)
+    )
+    line = {f.name: (getattr(few, f.name), getattr(more, f.name)) for f in fields(_Counts)}
+    return _Counts(**{name: a + (total - FEW) / (MORE - FEW) * (b - a) for name, (a, b) in line.items()})
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def skeleton(workload: Workload) -> Transformer:
+    """The frozen base as `load_base` would make it, on the meta device."""
+    family, precision = workload.family, workload.precision
+    dense = dense_format(precision)
+
+    def freeze(name: str, linear: nn.Linear) -> FrozenLinear:
+        layer, shape = FrozenLinear.like(linear), (linear.out_features, linear.in_features)
+        format = choose_format(family, precision, name)
+        layer.format = format if format.fits_shape(shape) else dense
+        for buffer, value in layer.format.empty(shape).items():
+            layer.register_buffer(buffer, value)
+        if linear.bias is not None:
+            layer.register_buffer("bias", torch.empty(linear.bias.shape, dtype=dense.dtype))
+        return layer
+
+    with torch.device("meta"):
+        model = family.build(workload.config).requires_grad_(False)
+        replace_linears(model, freeze)
+    model.compute_dtype = compute_dtype_of(workload.compute_dtype)
+    return model.eval()
+
+
+def _count(workload: Workload) -> _Counts:
+    """Carries out one training step, and one step of a preview, without data."""
+    model = skeleton(workload)
+    family = workload.family
+    targets = adapters.resolve_targets(family, adapters.linears(model), workload.lora)
+    block = _bytes(
+        [b for m in family.main_blocks(model)[0].modules() if isinstance(m, FrozenLinear) for b in m.buffers()]
+    )
+    adapters.inject(model, "plan", workload.lora, targets, torch.Generator())
+    trunk = 0
+    if parked := is_frozen(family, targets):
+        for name in family.text_trunk:
+            trunk += _bytes(tensors_of(model.get_submodule(name)))
+            delattr(model, name)
+    with torch.inference_mode(False), torch.enable_grad(), FakeTensorMode():
+        _give_storages(model)
+        parameters = adapters.parameters(model, "plan")
+        state = list(_optimizer_state(workload.optimizer, parameters))
+        if workload.ema:
+            state += [torch.empty_like(parameter) for parameter in parameters]
+        batch = _batch(workload, parked)
+        everything = tensors_of(model)
+        adapter = _bytes(parameters) + _bytes(state)
+        with LiveBytes([*everything, *state]) as live, memory.checkpointed(_recomputed(workload, model)):
+            if workload.preview:
+                _preview(workload, model, batch, parameters)
+            with adapters.active(model, "plan", train=True):
+                _step(workload, model, batch, parameters)
+        weights = _bytes(everything) - _bytes(parameters)
+        return _Counts(weights, block, trunk, adapter, live.peak)
+
+
+def _recomputed(workload: Workload, model: nn.Module) -> Sequence[nn.Module]:
+    return list(workload.family.blocks(model).values()) if workload.checkpointing == "on" else []
+
+
+def _give_storages(model: nn.Module) -> None:
+    """Puts a tensor with a storage of its own in the place of each one on the meta device."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                value = torch.empty(parameter.shape, dtype=parameter.dtype)
+                module._parameters[name] = nn.Parameter(value, requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def _optimizer_state(optimizer: str, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Two moments: fp32, or for all but small weights in 8 bits with a scale per 256 values (torchao's `AdamW8bit`)."""
+    for parameter in parameters:
+        for _ in range(2):
+            count = parameter.numel()
+            if optimizer == "adamw8bit" and count >= 4096 and count % 256 == 0:
+                yield torch.empty(count + 4 * count // 256 + 4 * 256, dtype=torch.uint8)
+            else:
+                yield torch.empty(parameter.shape)
+
+
+def _batch(workload: Workload, after_trunk: bool) -> Batch:
+    size, family, config = workload.batch_size, workload.family, workload.config
+    width = config.width if after_trunk else family.conditioning_width(config)
+    dtype = compute_dtype_of(workload.compute_dtype)
+    text = torch.empty(size, workload.text_tokens, width, dtype=dtype)
+    # Captions of one batch are rarely of one length.
+    mask = torch.empty(size, workload.text_tokens, dtype=torch.bool) if size > 1 else None
+    return Batch(torch.empty(size, *workload.latent_shape), text, mask, None, (), after_trunk)
+
+
+def _step(workload: Workload, model: Transformer, batch: Batch, parameters: Sequence[nn.Parameter]) -> None:
+    """What `TrainSession.step` does with the device's memory."""
+    noise, sigma_B = torch.empty_like(batch.latents), torch.empty(workload.batch_size)
+    predicted = batch.velocity(model, add_noise(batch.latents, noise, sigma_B), sigma_B)
+    velocity_loss(predicted, batch.latents, noise).mean().backward()
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+
+
+def _preview(workload: Workload, model: Transformer, batch: Batch, parameters: Sequence[Tensor]) -> None:
+    """One guided Euler step for one picture, as `sampling.sample` does it; the average stands in for the weights."""
+    own = [parameter.clone() for parameter in parameters] if workload.ema else []
+    one = Batch(batch.latents[:1].clone(), batch.conditioning[:1].clone(), None, None, (), batch.after_trunk)
+    with torch.no_grad(), adapters.active(model, "plan"):
+        x, sigma_B = one.latents, torch.empty(1)
+        velocity = one.velocity(model, x, sigma_B).float()
+        without = one.velocity(model, x, sigma_B).float()
+        x = x + 0.5 * (without + 2.0 * (velocity - without))
+    del own
+
+
+# --- choosing --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that a run may take.
+
+    Attributes:
+        device: on the device that trains.
+        host: in main memory.
+    """
+
+    device: int
+    host: int
+
+
+def usable(total: int, free: int) -> int:
+    """Bytes of a card that a run may count on: 90 % less half a GiB, for CUDA's context, workspaces and rounding.
+
+    That is 10.3 GiB of 12, 13.9 of 16 and 21.1 of 24; less where other programs hold some of it.
+    """
+    return min(int(0.9 * total - 0.5 * GIB), free - GIB // 4)
+
+
+def choose(workload: Workload, budget: Budget, modes: Mapping[str, str | None] | None = None) -> Workload:
+    """The workload with every `auto` replaced by what fits the budget.
+
+    The highest precision comes first for which at most half of the blocks wait on the CPU: their copies then hide
+    behind the computing of the others. Without checkpointing only where everything fits on the device as it is.
+
+    Args:
+        workload: with `auto` for whatever is to be chosen.
+        budget: what there is.
+        modes: precision → why it cannot be used, or None where it can; by default each can be.
+
+    Raises:
+        SettingsError: nothing fits. It says what is needed and what would fit.
+    """
+    precisions = [p for p in AUTO_PRECISIONS if not (modes or {}).get(p)]
+    candidates = precisions if workload.precision == AUTO else [workload.precision]
+    for most in (workload.blocks // 2, workload.blocks):
+        for precision in candidates:
+            found = _fit(replace(workload, precision=precision), budget, most)
+            if found is not None:
+                return found
+    raise SettingsError(_too_large(workload, budget, candidates))
+
+
+def _fit(workload: Workload, budget: Budget, most: int) -> Workload | None:
+    """With this precision: checkpointing and the fewest blocks on the CPU, at most `most`, or None."""
+    counts = [workload.blocks_on_cpu] if workload.blocks_on_cpu != AUTO else range(most + 1)
+    checkpointing = "on" if workload.checkpointing == AUTO else workload.checkpointing
+    for blocks in counts:
+        tried = replace(workload, checkpointing=checkpointing, blocks_on_cpu=blocks)
+        if _fits(tried, budget):
+            without = replace(tried, checkpointing="off")
+            return without if workload.checkpointing == AUTO and not blocks and _fits(without, budget) else tried
+    return None
+
+
+def _fits(workload: Workload, budget: Budget) -> bool:
+    prediction = predict(workload)
+    return prediction.device <= budget.device and prediction.host <= budget.host
+
+
+def _too_large(workload: Workload, budget: Budget, precisions: Sequence[str]) -> str:
+    """What was wanted, what there is, and the largest resolution that would fit."""
+    least = replace(
+        workload,
+        precision=precisions[-1],
+        checkpointing="on" if workload.checkpointing == AUTO else workload.checkpointing,
+        blocks_on_cpu=workload.blocks if workload.blocks_on_cpu == AUTO else workload.blocks_on_cpu,
+    )
+    prediction = predict(least)
+    message = (
+        f"{workload.family.title} at {_side(workload)}² with rank {workload.lora.rank} takes {_gib(prediction.device)} "
+        f"on the device and {_gib(prediction.host)} of main memory in {least.precision} with {least.blocks_on_cpu} "
+        f"blocks on the CPU; {_gib(budget.device)} and {_gib(budget.host)} can be used: "
+    )
+    for side in (1024, 768, 640, 512, 384, 256):
+        smaller = at_resolution(least, side)
+        if side < _side(workload) and _fits(smaller, budget):
+            return message + f"{side}² would fit"
+    return message + "no smaller picture would fit either; a smaller rank, or another card, might"
+
+
+def at_resolution(workload: Workload, side: int) -> Workload:
+    """The workload with square pictures of `side` pixels."""
+    cells = side // workload.family.latent_downscale
+    return replace(workload, latent_shape=(workload.latent_shape[0], cells, cells))
+
+
+def _side(workload: Workload) -> int:
+    """Side of a square of as many pixels as the pictures have."""
+    rows, columns = workload.latent_shape[1:]
+    return round(math.sqrt(rows * columns)) * workload.family.latent_downscale
+
+
+def _gib(bytes: int) -> str:
+    return f"{bytes / GIB:.1f} GiB"
+
+
+def describe(workload: Workload) -> str:
+    """One line on a workload in which nothing is left to `auto`."""
+    prediction = predict(workload)
+    return (
+        f"memory plan: {workload.precision}, checkpointing {workload.checkpointing}, {workload.blocks_on_cpu} of "
+        f"{workload.blocks} blocks on the CPU: {_gib(prediction.device)} on the device (weights "
+        f"{_gib(prediction.weights)}, adapter {_gib(prediction.adapter)}, activations {_gib(prediction.activations)}), "
+        f"{_gib(prediction.host)} of main memory"
+    )
