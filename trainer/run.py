@@ -23,14 +23,12 @@ from tqdm import tqdm
 from ..lora_convert import atomic_file
 from . import adapters, attention, state
 from .base_model import Base, load_base
-from .checkpoints import ModelFile
-from .errors import DatasetError, TrainingError
+from .errors import TrainingError
 from .evaluate import held_out_loss
 from .loop import StepLog, TrainSession
-from .pictures import read_folder
 from .plots import loss_plot, preview_grid, stack
-from .preflight import check, chosen_device
-from .samples import Cache, Encoders, Sample, encode_pictures, read_samples
+from .preflight import Checked, check, check_held_out, encoded_folder
+from .samples import Cache, Encoders, Sample, encode_pictures
 from .sampling import sample
 from .settings import RunSettings
 
@@ -62,31 +60,28 @@ def run(settings: RunSettings, encoders: Encoders | None = None, say: Say = prin
     Raises:
         GraftError: what is wrong; where a check failed, nothing has been written.
     """
-    file = check(settings, encoders, resume)
+    checked = check(settings, encoders, resume)
+    file = checked.file
     training, held_out = split(
-        read_dataset(settings, file, encoders, say), settings.dataset.held_out, settings.train.seed
+        read_dataset(settings, checked, encoders, say), settings.dataset.held_out, settings.train.seed
     )
     marks = state.fingerprint(settings, file.files, training)
     saved = state.read(Path(settings.output).resolve() / "state", marks) if resume else None
-    device = chosen_device(settings.model.device)
-    base = load_base(file, settings.model.precision, settings.model.compute_dtype, device)
+    base = load_base(file, settings.model.precision, settings.model.compute_dtype, checked.device.place)
     for note in base.notes:
         say(note)
     return Run(settings, encoders, say, base, training, held_out, marks, saved).finish()
 
 
-def read_dataset(settings: RunSettings, file: ModelFile, encoders: Encoders | None, say: Say) -> list[Sample]:
-    """The run's encoded samples, of a width that the base takes."""
-    dataset, family = settings.dataset, file.family
-    if dataset.cache:
-        samples = read_samples(dataset.cache, family, family.conditioning_width(file.config))
-        say(f"{len(samples)} encoded samples")
-        return samples
+def read_dataset(settings: RunSettings, checked: Checked, encoders: Encoders | None, say: Say) -> list[Sample]:
+    """The run's encoded samples: those of the cache, or those that the pictures become."""
+    dataset, family = settings.dataset, checked.file.family
+    if checked.samples:
+        say(f"{len(checked.samples)} encoded samples")
+        return checked.samples
     assert encoders is not None
-    pictures = read_folder(dataset.pictures, family, dataset.trigger, dataset.default_caption)
-    check_held_out(dataset.held_out, len(pictures))
-    cache = Cache(dataset.encoded or Path(dataset.pictures) / ".graft-cache")
-    samples = encode_pictures(pictures, family, dataset.resolution, encoders, cache, dataset.flip)
+    cache = Cache(encoded_folder(settings))
+    samples = encode_pictures(checked.pictures, family, dataset.resolution, encoders, cache, dataset.flip)
     shapes = len({tuple(sample.latents.shape) for sample in samples})
     say(f"{len(samples)} pictures in {shapes} buckets; {cache.made} tensors encoded, {cache.found} found in the cache")
     return samples
@@ -309,11 +304,6 @@ def split(samples: Sequence[Sample], held_out: int, seed: int) -> tuple[list[Sam
     for index, entry in enumerate(samples):
         groups[index in chosen].append(entry)
     return groups
-
-
-def check_held_out(held_out: int, count: int) -> None:
-    if held_out >= count:
-        raise DatasetError(f"held_out is {held_out} of {count} samples: nothing would be left to train on")
 
 
 @contextmanager

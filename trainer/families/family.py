@@ -74,6 +74,7 @@ class Family(ABC):
         latent_multiple: latents' sides must be multiples of this.
         presets: target preset → regular expression over official module names, matched whole.
         never_quantised: regular expression over official module names that stay in the dense dtype.
+        forbidden_modes: precision → why this family must not be trained in it; such a one is refused with the reason.
         preview: how it is sampled by default.
         distilled: pattern of file names of distilled variants, which have the same keys and are no base to train on.
         json_captions: whether it was trained on structured captions, which a `.json` file may then hold.
@@ -90,6 +91,7 @@ class Family(ABC):
     latent_multiple: ClassVar[int]
     presets: ClassVar[Mapping[str, str]]
     never_quantised: ClassVar[str]
+    forbidden_modes: ClassVar[Mapping[str, str]] = {}
     preview: ClassVar[Preview]
     distilled: ClassVar[str]
     json_captions: ClassVar[bool]
