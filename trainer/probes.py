@@ -62,8 +62,8 @@ def optimizer_fault(optimizer: str, device: torch.device | str) -> str | None:
         moved = bool((weight.detach() < 0).all())
     except Exception as fault:  # the compiler's errors have no common kind
         return (
-            f"{optimizer} needs {needs} that works with torch {torch.__version__} on {device} ({first_line(fault)}); "
-            'install it, or set [train] optimizer = "adamw"'
+            f"{optimizer} needs torchao and {needs} that work with torch {torch.__version__} on {device} "
+            f'({first_line(fault)}); install what is missing, or set [train] optimizer = "adamw"'
         )
     if not moved:
         return f'{optimizer} steps without effect on {device}; set [train] optimizer = "adamw"'

@@ -80,9 +80,19 @@ def test_adamw8bit_without_a_compiler_is_one_clear_line(tmp_path):
     environment = {**os.environ, "CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     (line,) = done.stdout.splitlines()
-    assert line.startswith(f"adamw8bit needs a C++ compiler that works with torch {torch.__version__} on cpu (")
+    assert line.startswith(
+        f"adamw8bit needs torchao and a C++ compiler that work with torch {torch.__version__} on cpu ("
+    )
     assert "No working C++ compiler found" in line
-    assert line.endswith('); install it, or set [train] optimizer = "adamw"')
+    assert line.endswith('); install what is missing, or set [train] optimizer = "adamw"')
+
+
+def test_adamw8bit_without_torchao_is_one_clear_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    assert optimizer_fault("adamw8bit", "cpu") == (
+        f"adamw8bit needs torchao and a C++ compiler that work with torch {torch.__version__} on cpu (import of "
+        'torchao.optim halted; None in sys.modules); install what is missing, or set [train] optimizer = "adamw"'
+    )
 
 
 def test_an_optimiser_that_steps_without_effect(monkeypatch):
