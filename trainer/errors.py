@@ -59,3 +59,9 @@ def some(names: list[str], most: int = 3) -> str:
     """The first few names and how many more there are."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, as far as it fits into a message of one line."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip().rstrip(".:") if lines else type(error).__name__

@@ -11,6 +11,9 @@ from .errors import SettingsError
 from .quiet import quiet_torchao
 
 OPTIMIZERS = ("adamw", "adamw8bit")
+FP32 = 4  # bytes
+# torchao's 8-bit moments: one byte each and an fp32 scale per 256, for weights of at least 4096 in whole such blocks.
+BLOCK_8BIT, LEAST_8BIT, LEVELS_8BIT = 256, 4096, 256
 
 
 def build(
@@ -43,3 +46,16 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
+
+
+def moments_bytes(sizes: Sequence[int], optimizer: str) -> int:
+    """Both moments of AdamW: fp32, or torchao's 8 bits with an fp32 scale per 256 and an fp32 table of 256 levels."""
+    if optimizer != "adamw8bit":
+        return 2 * FP32 * sum(sizes)
+    return sum(2 * _moment_8bit(size) for size in sizes)
+
+
+def _moment_8bit(size: int) -> int:
+    if size < LEAST_8BIT or size % BLOCK_8BIT:
+        return FP32 * size
+    return size + FP32 * (size // BLOCK_8BIT + LEVELS_8BIT)

@@ -11,7 +11,7 @@ rounding come on top: `usable` leaves room for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -29,6 +29,7 @@ from .families import Family, Transformer
 from .live_bytes import LiveBytes, tensors_of
 from .objective import add_noise, velocity_loss
 from .offload import SLOTS
+from .optimizers import moments_bytes
 from .quantization import FrozenLinear, replace_linears
 from .text_trunk import is_frozen
 
@@ -199,7 +200,8 @@ def _count(workload: Workload) -> _Counts:
     with torch.inference_mode(False), torch.enable_grad(), FakeTensorMode():
         _give_storages(model)
         parameters = adapters.parameters(model, "plan")
-        state = list(_optimizer_state(workload.optimizer, parameters))
+        sizes = [parameter.numel() for parameter in parameters]
+        state = [torch.empty(moments_bytes(sizes, workload.optimizer), dtype=torch.uint8)]
         if workload.ema:
             state += [torch.empty_like(parameter) for parameter in parameters]
         batch = _batch(workload, parked)
@@ -228,17 +230,6 @@ def _give_storages(model: nn.Module) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-
-
-def _optimizer_state(optimizer: str, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Two moments: fp32, or for all but small weights in 8 bits with a scale per 256 values (torchao's `AdamW8bit`)."""
-    for parameter in parameters:
-        for _ in range(2):
-            count = parameter.numel()
-            if optimizer == "adamw8bit" and count >= 4096 and count % 256 == 0:
-                yield torch.empty(count + 4 * count // 256 + 4 * 256, dtype=torch.uint8)
-            else:
-                yield torch.empty(parameter.shape)
 
 
 def _batch(workload: Workload, after_trunk: bool) -> Batch:

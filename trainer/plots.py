@@ -15,6 +15,7 @@ from torch import Tensor
 from ..lora_convert import atomic_file
 
 INK, MUTED, ACCENT = "#22262b", "#9aa3ad", "#2f6fde"
+GRID_DPI = 120
 
 
 def loss_plot(path: str | Path, losses: Sequence[float], title: str, overwrite: bool = False) -> None:
@@ -56,7 +57,7 @@ def preview_grid(
         rows: label → one picture (3, h, w) in [-1, 1] per prompt.
         prompts: the column heads.
     """
-    figure = Figure(figsize=(0.5 + 2 * len(prompts), 0.7 + 2 * len(rows)), dpi=120, layout="constrained")
+    figure = Figure(figsize=grid_inches(len(rows), len(prompts)), dpi=GRID_DPI, layout="constrained")
     cells = figure.subplots(len(rows), len(prompts), squeeze=False)
     for row, (label, pictures) in enumerate(rows.items()):
         for column, picture in enumerate(pictures):
@@ -73,6 +74,11 @@ def preview_grid(
             if row == 0:
                 axes.set_title(textwrap.fill(prompts[column], 24), color=INK, fontsize=8, parse_math=False)
     _write(figure, path, overwrite)
+
+
+def grid_inches(rows: int, columns: int) -> tuple[float, float]:
+    """Width and height of a preview grid."""
+    return 0.5 + 2 * columns, 0.7 + 2 * rows
 
 
 def stack(path: str | Path, pictures: Sequence[Path]) -> None:

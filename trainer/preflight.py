@@ -1,60 +1,125 @@
-"""Everything that can be known to fail, refused before anything is loaded or written."""
+"""Everything that can be known to fail, refused before anything is loaded or written.
+
+Each check is one line of `CHECKS`, in the order in which they are made: what costs nothing first, then what reads
+files, then what tries the device, then what asks the encoders; all of them before the base is loaded.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from . import adapters
-from .adapters import resolve_targets
+from . import adapters, disk, modes, probes
 from .checkpoints import ModelFile, open_model_file
-from .errors import DatasetError, SettingsError
-from .samples import Encoders
+from .devices import Device, read_device
+from .errors import DatasetError, GraftError, SettingsError
+from .pictures import CaptionedPicture, read_folder
+from .samples import Cache, Encoders, PlacedPicture, Sample, place_pictures, read_samples, unencoded
 from .settings import RunSettings
 
 
-def check(settings: RunSettings, encoders: Encoders | None, resume: bool = False) -> ModelFile:
-    """Every verdict that needs no weight: raises the first that fails, else returns the checked model file.
+class Verdict(NamedTuple):
+    """What one check says.
+
+    Attributes:
+        name: of the check.
+        ok: None where it was not made, because one that it depends on failed.
+        message: what was found; where it failed, what is wrong and what to do.
+    """
+
+    name: str
+    ok: bool | None
+    message: str
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the checks have read, so that the run need not read it again.
+
+    Attributes:
+        file: the base's, checked.
+        device: what is trained on.
+        pictures: of the folder; empty where the dataset is a cache.
+        samples: of the cache; empty where the dataset is a folder of pictures.
+    """
+
+    file: ModelFile
+    device: Device
+    pictures: list[CaptionedPicture]
+    samples: list[Sample]
+
+
+class _Subject:
+    """A run that is checked, and what the checks made so far have found."""
+
+    device: Device
+    file: ModelFile
+    lora_sizes: list[int]
+    placed: list[PlacedPicture]
+    conditioning: torch.Tensor
+
+    def __init__(self, settings: RunSettings, encoders: Encoders | None, resume: bool) -> None:
+        self.settings, self.encoders, self.resume = settings, encoders, resume
+        self.pictures: list[CaptionedPicture] = []
+        self.samples: list[Sample] = []
+
+
+class _Check(NamedTuple):
+    """`make` returns what it found, or raises; it is not made where one that it `needs` failed."""
+
+    name: str
+    make: Callable[[_Subject], str]
+    needs: tuple[str, ...] = ()
+
+
+def check(settings: RunSettings, encoders: Encoders | None, resume: bool = False) -> Checked:
+    """Makes the checks up to the first that fails.
 
     Raises:
         GraftError: what is wrong, and what to do.
+        OSError: a file that cannot be read.
     """
-    check_dataset(settings, encoders)
-    if not settings.model.path:
-        raise SettingsError("the base is missing: give [model] path, or family with the demonstration parts")
-    check_output(settings, resume)
-    check_device(settings.model.device)
-    check_compute_dtype(settings.model.compute_dtype, chosen_device(settings.model.device))
-    file = open_model_file(settings.model.path)
-    check_variant(file, settings.model.allow_distilled)
-    if settings.model.family not in ("", file.family.name):
-        raise SettingsError(f"{file.path.name} is {file.family.title}, but family is {settings.model.family!r}")
-    width = file.family.conditioning_width(file.config)
-    if encoders is not None and (found := encoders.text("").shape[-1]) != width:
-        raise DatasetError(
-            f"the text encoder gives {found} features per token, {file.path.name} wants {width}; "
-            "the demonstration encoders fit the demonstration bases only"
-        )
-    if settings.dataset.caption_dropout and encoders is None and not file.family.image_only_pass:
-        raise SettingsError(
-            f"caption_dropout needs the empty prompt of {file.family.title}, which only encoders can give: set it to 0"
-        )
-    with torch.device("meta"):
-        linears = adapters.linears(file.family.build(file.config))
-    resolve_targets(file.family, linears, settings.lora)
-    return file
+    subject = _Subject(settings, encoders, resume)
+    for _, error in _judge(subject):
+        if error is not None:
+            raise error
+    return Checked(subject.file, subject.device, subject.pictures, subject.samples)
 
 
-def check_variant(file: ModelFile, allow_distilled: bool) -> None:
-    """A distilled variant has the same keys as the base: only the file's name can tell."""
-    if re.search(file.family.distilled, file.path.name, re.IGNORECASE) and not allow_distilled:
-        raise SettingsError(
-            f"{file.path.name} looks like a distilled variant of {file.family.title}, on which training undoes the "
-            "distillation: train on the base model's file, or set [model] allow_distilled = true"
-        )
+def verdicts(settings: RunSettings, encoders: Encoders | None, resume: bool = False) -> list[Verdict]:
+    """Makes all the checks that can be made and says what each found."""
+    return [verdict for verdict, _ in _judge(_Subject(settings, encoders, resume))]
+
+
+def _judge(subject: _Subject) -> Iterator[tuple[Verdict, Exception | None]]:
+    failed: set[str] = set()
+    for name, make, needs in CHECKS:
+        missing = [other for other in needs if other in failed]
+        if missing:
+            failed.add(name)
+            yield Verdict(name, None, f"not checked, because of what is wrong with: {', '.join(missing)}"), None
+            continue
+        try:
+            verdict, error = Verdict(name, True, make(subject)), None
+        except (GraftError, OSError) as caught:
+            failed.add(name)
+            verdict, error = Verdict(name, False, str(caught)), caught
+        yield verdict, error
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def _dataset_settings(subject: _Subject) -> str:
+    check_dataset(subject.settings, subject.encoders)
+    dataset = subject.settings.dataset
+    return f"pictures from {dataset.pictures}" if dataset.pictures else f"encoded samples from {dataset.cache}"
 
 
 def check_dataset(settings: RunSettings, encoders: Encoders | None) -> None:
@@ -75,6 +140,20 @@ def check_dataset(settings: RunSettings, encoders: Encoders | None) -> None:
         raise SettingsError("trigger, default_caption and flip act when pictures are encoded; a cache has them or not")
 
 
+def _base(subject: _Subject) -> str:
+    if not subject.settings.model.path:
+        raise SettingsError("the base is missing: give [model] path, or family with the demonstration parts")
+    return subject.settings.model.path
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+
+def _output(subject: _Subject) -> str:
+    check_output(subject.settings, subject.resume)
+    return str(Path(subject.settings.output).resolve())
+
+
 def check_output(settings: RunSettings, resume: bool = False) -> None:
     """The run's folder is empty or can be made, and its name can be a file's; to resume, a run is there."""
     if not settings.output:
@@ -82,7 +161,6 @@ def check_output(settings: RunSettings, resume: bool = False) -> None:
     folder = Path(settings.output).resolve()
     try:
         used = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-        standing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     except OSError as error:
         raise SettingsError(f"the output folder {folder} cannot be used ({error.strerror})") from error
     if used and not resume:
@@ -92,43 +170,179 @@ def check_output(settings: RunSettings, resume: bool = False) -> None:
         )
     if resume and not (folder / "state").is_dir():
         raise SettingsError(f"{folder} holds no saved state: there is nothing to resume")
-    if not standing.is_dir() or not os.access(standing, os.W_OK):
-        raise SettingsError(
-            f"the output folder {folder} cannot be made: {standing} is no folder that can be written to"
-        )
     name = settings.name or folder.name
     if not name or name != Path(name).name or name in (".", "..") or len(os.fsencode(name)) > 180:
         raise SettingsError(f"name {name!r} cannot be a file's name; give a short one without folders")
+    if fault := probes.folder_fault(folder):
+        raise SettingsError(f"the output folder cannot be used: {fault}; choose another output")
 
 
-def chosen_device(device: str) -> torch.device:
-    """The device of the settings, or CUDA where there is one."""
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+def _encoded(subject: _Subject) -> str:
+    folder = encoded_folder(subject.settings)
+    if folder is None:
+        return "none is needed"
+    if fault := probes.folder_fault(folder):
+        raise SettingsError(f"the folder of encoded tensors cannot be used: {fault}; set [dataset] encoded to another")
+    return str(folder)
 
 
-def check_compute_dtype(compute_dtype: str, device: torch.device) -> None:
-    """bf16 must be native: NVIDIA cards before Ampere emulate it, many times slower, and say that they support it."""
-    if compute_dtype != "bf16" or device.type != "cuda":
-        return
-    major, _ = torch.cuda.get_device_capability(device)
-    # AMD's cards answer for themselves.
-    if not (torch.cuda.is_bf16_supported() if torch.version.hip else major >= 8):
+def encoded_folder(settings: RunSettings) -> Path | None:
+    """Where encoded tensors are cached; None where the dataset is encoded already."""
+    dataset = settings.dataset
+    if not dataset.pictures:
+        return None
+    return Path(dataset.encoded or Path(dataset.pictures) / ".graft-cache").resolve()
+
+
+# --- the device ------------------------------------------------------------------------------------------------------
+
+
+def _device(subject: _Subject) -> str:
+    device = subject.device = read_device(subject.settings.model.device)
+    total, free = device.memory
+    return f"{device.name}, {disk.gib(free)} of {disk.gib(total)} free"
+
+
+def _compute_dtype(subject: _Subject) -> str:
+    compute_dtype = subject.settings.model.compute_dtype
+    if fault := modes.compute_fault(compute_dtype, subject.device):
+        raise SettingsError(fault)
+    return compute_dtype
+
+
+def _precision(subject: _Subject) -> str:
+    precision = subject.settings.model.precision
+    if fault := modes.precision_fault(precision, subject.device, subject.file.family):
+        raise SettingsError(fault)
+    return precision
+
+
+def _optimizer(subject: _Subject) -> str:
+    optimizer = subject.settings.train.optimizer
+    if optimizer == "adamw8bit" and (fault := probes.optimizer_fault(optimizer, subject.device.place)):
+        raise SettingsError(fault)
+    return optimizer
+
+
+# --- the base --------------------------------------------------------------------------------------------------------
+
+
+def _model_file(subject: _Subject) -> str:
+    file = subject.file = open_model_file(subject.settings.model.path)
+    return f"{file.path.name} is {file.family.title}"
+
+
+def _variant(subject: _Subject) -> str:
+    check_variant(subject.file, subject.settings.model.allow_distilled)
+    return "a base to train on"
+
+
+def check_variant(file: ModelFile, allow_distilled: bool) -> None:
+    """A distilled variant has the same keys as the base: only the file's name can tell."""
+    if re.search(file.family.distilled, file.path.name, re.IGNORECASE) and not allow_distilled:
         raise SettingsError(
-            f'{torch.cuda.get_device_name(device)} has no native bf16; set [model] compute_dtype = "fp32", which is '
-            "slower, but right"
+            f"{file.path.name} looks like a distilled variant of {file.family.title}, on which training undoes the "
+            "distillation: train on the base model's file, or set [model] allow_distilled = true"
         )
 
 
-def check_device(device: str) -> None:
-    if not device:
-        return
-    try:
-        kind = torch.device(device)
-    except RuntimeError as error:
-        raise SettingsError(f"device {device!r} is not known; use cpu, cuda or cuda:0") from error
-    if kind.type not in ("cpu", "cuda"):
-        raise SettingsError(f"device {device!r} is not one that Graft trains on; use cpu, cuda or cuda:0")
-    if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
+def _family(subject: _Subject) -> str:
+    file, family = subject.file, subject.settings.model.family
+    if family not in ("", file.family.name):
+        raise SettingsError(f"{file.path.name} is {file.family.title}, but family is {family!r}")
+    return file.family.title
+
+
+def _targets(subject: _Subject) -> str:
+    file, lora = subject.file, subject.settings.lora
+    with torch.device("meta"):
+        linears = adapters.linears(file.family.build(file.config))
+    targets = adapters.resolve_targets(file.family, linears, lora)
+    subject.lora_sizes = disk.lora_sizes(linears, targets, lora.rank)
+    return f"{len(targets)} Linears, {sum(subject.lora_sizes):,} parameters"
+
+
+# --- the dataset -----------------------------------------------------------------------------------------------------
+
+
+def _caption_dropout(subject: _Subject) -> str:
+    family, share = subject.file.family, subject.settings.dataset.caption_dropout
+    if share and subject.encoders is None and not family.image_only_pass:
         raise SettingsError(
-            f'device is {device!r}, but torch sees {torch.cuda.device_count()} CUDA devices; use device = "cpu"'
+            f"caption_dropout needs the empty prompt of {family.title}, which only encoders can give: set it to 0"
         )
+    return f"{share:.0%}"
+
+
+def _dataset(subject: _Subject) -> str:
+    """Every picture is opened, every caption read and every mask cropped, or every encoded sample read."""
+    dataset, file = subject.settings.dataset, subject.file
+    if dataset.cache:
+        width = file.family.conditioning_width(file.config)
+        subject.samples = read_samples(dataset.cache, file.family, width)
+        check_held_out(dataset.held_out, len(subject.samples))
+        return f"{len(subject.samples)} encoded samples"
+    subject.pictures = read_folder(dataset.pictures, file.family, dataset.trigger, dataset.default_caption)
+    check_held_out(dataset.held_out, len(subject.pictures))
+    subject.placed = place_pictures(subject.pictures, file.family, dataset.resolution)
+    return f"{len(subject.pictures)} pictures in {len({entry.size for entry in subject.placed})} buckets"
+
+
+def check_held_out(held_out: int, count: int) -> None:
+    if held_out >= count:
+        raise DatasetError(f"held_out is {held_out} of {count} samples: nothing would be left to train on")
+
+
+def _conditioning_width(subject: _Subject) -> str:
+    file, encoders = subject.file, subject.encoders
+    width = file.family.conditioning_width(file.config)
+    if encoders is None:
+        return f"{width} features per token, as the encoded samples have"
+    subject.conditioning = encoders.text("")
+    if (found := subject.conditioning.shape[-1]) != width:
+        raise DatasetError(
+            f"the text encoder gives {found} features per token, {file.path.name} wants {width}; "
+            "the demonstration encoders fit the demonstration bases only"
+        )
+    return f"{width} features per token"
+
+
+def _disk_space(subject: _Subject) -> str:
+    settings, encoders = subject.settings, subject.encoders
+    output = Path(settings.output).resolve()
+    count = disk.run_bytes(subject.lora_sizes, settings.train, settings.preview, settings.dataset.held_out > 0)
+    if subject.resume:  # what is there is replaced or kept, not written once more
+        count = max(0, count - sum(path.stat().st_size for path in output.rglob("*") if path.is_file()))
+    demands = [disk.Demand(output, "LoRAs, state and previews", "output", count)]
+    folder = encoded_folder(settings)
+    if folder is not None and encoders is not None:
+        family, empty = subject.file.family, subject.conditioning
+        sizes, captions = unencoded(subject.placed, family, encoders, Cache(folder), settings.dataset.flip)
+        count = disk.latents_bytes(family, sizes)
+        count += disk.conditioning_bytes(captions, empty.shape[-1], empty.element_size(), len(empty))
+        demands.append(disk.Demand(folder, "encoded tensors", "[dataset] encoded", count))
+    return disk.check_room(demands)
+
+
+CHECKS = (
+    _Check("dataset settings", _dataset_settings),
+    _Check("base", _base),
+    _Check("output folder", _output),
+    _Check("encoded folder", _encoded, ("dataset settings",)),
+    _Check("device", _device),
+    _Check("compute dtype", _compute_dtype, ("device",)),
+    _Check("model file", _model_file, ("base",)),
+    _Check("variant", _variant, ("model file",)),
+    _Check("family", _family, ("model file",)),
+    _Check("targets", _targets, ("model file",)),
+    _Check("caption dropout", _caption_dropout, ("model file",)),
+    _Check("dataset", _dataset, ("dataset settings", "model file")),
+    _Check("precision", _precision, ("device", "model file")),
+    _Check("optimizer", _optimizer, ("device",)),
+    _Check("conditioning width", _conditioning_width, ("dataset settings", "model file")),
+    _Check(
+        "disk space",
+        _disk_space,
+        ("output folder", "encoded folder", "targets", "dataset", "conditioning width"),
+    ),
+)

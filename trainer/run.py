@@ -23,16 +23,14 @@ from tqdm import tqdm
 from ..lora_convert import atomic_file
 from . import adapters, attention, state
 from .base_model import Base, load_base
-from .checkpoints import ModelFile
-from .errors import DatasetError, TrainingError
+from .errors import TrainingError
 from .evaluate import held_out_loss
 from .loop import StepLog, TrainSession
-from .pictures import read_folder
 from .plots import loss_plot, preview_grid, stack
-from .preflight import check, chosen_device
-from .samples import Cache, Encoders, Sample, encode_pictures, read_samples
+from .preflight import Checked, check, check_held_out, encoded_folder
+from .samples import Cache, Encoders, Sample, encode_pictures
 from .sampling import sample
-from .settings import DatasetSettings, RunSettings
+from .settings import RunSettings
 from .text_trunk import TextTrunk
 
 LOG, HELD_OUT = "log.jsonl", "held_out.jsonl"
@@ -63,41 +61,36 @@ def run(settings: RunSettings, encoders: Encoders | None = None, say: Say = prin
     Raises:
         GraftError: what is wrong; where a check failed, nothing has been written.
     """
-    file = check(settings, encoders, resume)
+    checked = check(settings, encoders, resume)
+    file = checked.file
     training, held_out = split(
-        read_dataset(settings, file, encoders, say), settings.dataset.held_out, settings.train.seed
+        read_dataset(settings, checked, encoders, say), settings.dataset.held_out, settings.train.seed
     )
     marks = state.fingerprint(settings, file.files, training)
     saved = state.read(Path(settings.output).resolve() / "state", marks) if resume else None
-    device = chosen_device(settings.model.device)
-    base = load_base(file, settings.model.precision, settings.model.compute_dtype, device)
+    base = load_base(file, settings.model.precision, settings.model.compute_dtype, checked.device.place)
     for note in base.notes:
         say(note)
     return Run(settings, encoders, say, base, training, held_out, marks, saved).finish()
 
 
-def read_dataset(settings: RunSettings, file: ModelFile, encoders: Encoders | None, say: Say) -> list[Sample]:
-    """The run's encoded samples, of a width that the base takes."""
-    dataset, family = settings.dataset, file.family
-    if dataset.cache:
-        samples = read_samples(dataset.cache, family, family.conditioning_width(file.config))
-        say(f"{len(samples)} encoded samples")
-        return samples
+def read_dataset(settings: RunSettings, checked: Checked, encoders: Encoders | None, say: Say) -> list[Sample]:
+    """The run's encoded samples: those of the cache, or those that the pictures become."""
+    dataset, family = settings.dataset, checked.file.family
+    if checked.samples:
+        say(f"{len(checked.samples)} encoded samples")
+        return checked.samples
     assert encoders is not None
-    pictures = read_folder(dataset.pictures, family, dataset.trigger, dataset.default_caption)
-    check_held_out(dataset.held_out, len(pictures))
-    cache = cache_of(dataset)
-    samples = encode_pictures(pictures, family, dataset.resolution, encoders, cache, dataset.flip)
+    cache = cache_of(settings)
+    samples = encode_pictures(checked.pictures, family, dataset.resolution, encoders, cache, dataset.flip)
     shapes = len({tuple(sample.latents.shape) for sample in samples})
     say(f"{len(samples)} pictures in {shapes} buckets; {cache.made} tensors encoded, {cache.found} found in the cache")
     return samples
 
 
-def cache_of(dataset: DatasetSettings) -> Cache:
-    """Where the encoded tensors of a folder of pictures are kept; nowhere for samples that came encoded."""
-    if dataset.encoded or dataset.pictures:
-        return Cache(dataset.encoded or Path(dataset.pictures) / ".graft-cache")
-    return Cache()
+def cache_of(settings: RunSettings) -> Cache:
+    """Where encoded tensors are kept: nowhere for samples that came encoded."""
+    return Cache(encoded_folder(settings))
 
 
 class Run:
@@ -119,7 +112,7 @@ class Run:
         self.name = settings.name or self.folder.name
         self.marks = marks
         targets = adapters.resolve_targets(base.family, adapters.linears(base.model), settings.lora)
-        self.trunk = TextTrunk(base, targets, marks["base"], cache_of(settings.dataset))
+        self.trunk = TextTrunk(base, targets, marks["base"], cache_of(settings))
         self.training, self.held_out = self.trunk.samples(training), self.trunk.samples(held_out)
         prompts = [] if encoders is None else [encoders.text(prompt) for prompt in settings.preview.prompts]
         empty = None if encoders is None or base.family.image_only_pass else encoders.text("")
@@ -334,11 +327,6 @@ def split(samples: Sequence[Sample], held_out: int, seed: int) -> tuple[list[Sam
     for index, entry in enumerate(samples):
         groups[index in chosen].append(entry)
     return groups
-
-
-def check_held_out(held_out: int, count: int) -> None:
-    if held_out >= count:
-        raise DatasetError(f"held_out is {held_out} of {count} samples: nothing would be left to train on")
 
 
 @contextmanager

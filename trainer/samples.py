@@ -26,6 +26,8 @@ SAMPLE_FORMAT = "graft-sample-1"
 REQUIRED, OPTIONAL = ("latents", "conditioning"), ("flipped", "weights")  # the tensors of a `Sample`
 CACHE_FORMAT = "graft-cache-1"
 
+Key = tuple[object, ...]  # all that an encoded tensor depends on
+
 
 @dataclass(frozen=True)
 class Encoders:
@@ -85,14 +87,22 @@ class Cache:
         self.folder = None if folder is None else Path(folder)
         self.made = self.found = 0
 
-    def get(self, what: str, dependencies: Sequence[object], make: Callable[[], Tensor]) -> Tensor:
+    def _path(self, dependencies: Key) -> Path | None:
+        name = hashlib.sha256(json.dumps([CACHE_FORMAT, *dependencies]).encode()).hexdigest()[:40]
+        return None if self.folder is None else self.folder / f"{name}.safetensors"
+
+    def has(self, dependencies: Key) -> bool:
+        """Whether the tensor for these dependencies is on disk."""
+        path = self._path(dependencies)
+        return path is not None and path.is_file()
+
+    def get(self, what: str, dependencies: Key, make: Callable[[], Tensor]) -> Tensor:
         """The tensor for these dependencies, from disk or made now and written, on the CPU and free of any graph.
 
         Raises:
             DatasetError: a damaged cache file, or an encoder that gave values which are not finite for `what`.
         """
-        name = hashlib.sha256(json.dumps([CACHE_FORMAT, *dependencies]).encode()).hexdigest()[:40]
-        path = None if self.folder is None else self.folder / f"{name}.safetensors"
+        path = self._path(dependencies)
         if path is not None and path.is_file():
             self.found += 1
             return _read_cached(path)
@@ -117,6 +127,38 @@ def _read_cached(path: Path) -> Tensor:
         raise DatasetError(f"{path} in the cache is damaged ({error}); remove it to have it made again") from error
 
 
+@dataclass(frozen=True)
+class PlacedPicture:
+    """A picture at its bucket.
+
+    Attributes:
+        picture: as it was read.
+        size: width and height of the bucket, in pixels.
+        weights: (h, w) of its mask at the latents' cells; None where all of it counts.
+    """
+
+    picture: CaptionedPicture
+    size: tuple[int, int]
+    weights: Tensor | None
+
+
+def place_pictures(pictures: Sequence[CaptionedPicture], family: Family, resolution: int) -> list[PlacedPicture]:
+    """Chooses each picture's bucket and crops its mask to it; no encoder is needed.
+
+    Raises:
+        DatasetError: a resolution below the family's least, or a mask of which the crop leaves nothing.
+    """
+    multiple = family.latent_downscale * family.latent_multiple
+    if resolution < multiple:
+        raise DatasetError(f"resolution is {resolution}; {family.title} needs at least {multiple}")
+    placed = []
+    for picture in pictures:
+        width, height = bucket(picture.size, resolution, multiple)
+        cells = (height // family.latent_downscale, width // family.latent_downscale)
+        placed.append(PlacedPicture(picture, (width, height), to_weights(picture, (width, height), cells)))
+    return placed
+
+
 def encode_pictures(
     pictures: Sequence[CaptionedPicture],
     family: Family,
@@ -128,36 +170,78 @@ def encode_pictures(
     """Encodes each picture at its bucket, mirrored too if asked, and each caption, unless the cache has them.
 
     Raises:
-        DatasetError: a resolution below the family's least, or a mask that does not fit.
+        DatasetError: what `place_pictures` refuses, before an encoder is called, or latents of another shape than the
+            family's.
     """
-    multiple = family.latent_downscale * family.latent_multiple
-    if resolution < multiple:
-        raise DatasetError(f"resolution is {resolution}; {family.title} needs at least {multiple}")
     cache = cache or Cache()
     samples = []
-    for picture in pictures:
-        size = bucket(picture.size, resolution, multiple)
-        digest = hashlib.sha256(picture.path.read_bytes()).hexdigest()
-        latents = []
-        for flipped in (False, True) if flip else (False,):
-            depends = ("latents", family.name, encoders.picture_id, digest, size, flipped)
-            latents.append(cache.get(picture.name, depends, partial(_latents, picture, size, flipped, encoders)))
-        depends_on_text = ("conditioning", family.name, encoders.text_id, picture.caption)
+    for placed in place_pictures(pictures, family, resolution):
+        picture = placed.picture
+        digest = _digest(picture)
+        latents = [
+            cache.get(
+                picture.name,
+                _latents_key(placed, digest, flipped, family, encoders),
+                partial(_latents, placed, flipped, family, encoders),
+            )
+            for flipped in _orientations(flip)
+        ]
         conditioning = cache.get(
-            f"the caption of {picture.name}", depends_on_text, partial(encoders.text, picture.caption)
+            f"the caption of {picture.name}",
+            _conditioning_key(picture.caption, family, encoders),
+            partial(encoders.text, picture.caption),
         )
-        height, width = latents[0].shape[-2:]
-        weights = to_weights(picture, size, (height, width))
         mirrored = latents[1] if flip else None
         samples.append(
-            Sample(picture.name, picture.caption, latents[0], conditioning, mirrored, weights, picture.repeats)
+            Sample(picture.name, picture.caption, latents[0], conditioning, mirrored, placed.weights, picture.repeats)
         )
     return samples
 
 
-def _latents(picture: CaptionedPicture, size: tuple[int, int], flipped: bool, encoders: Encoders) -> Tensor:
-    pixels = to_pixels(picture, size)
-    return encoders.picture(pixels.flip(-1) if flipped else pixels)[0]
+def unencoded(
+    placed: Sequence[PlacedPicture], family: Family, encoders: Encoders, cache: Cache, flip: bool
+) -> tuple[list[tuple[int, int]], list[str]]:
+    """What the cache lacks: the sizes of pictures, of mirrored ones too if asked, and the captions, each one once."""
+    sizes: dict[Key, tuple[int, int]] = {}
+    captions: dict[Key, str] = {}
+    for entry in placed:
+        digest = _digest(entry.picture)
+        for flipped in _orientations(flip):
+            sizes[_latents_key(entry, digest, flipped, family, encoders)] = entry.size
+        caption = entry.picture.caption
+        captions[_conditioning_key(caption, family, encoders)] = caption
+    return (
+        [size for key, size in sizes.items() if not cache.has(key)],
+        [caption for key, caption in captions.items() if not cache.has(key)],
+    )
+
+
+def _orientations(flip: bool) -> tuple[bool, ...]:
+    return (False, True) if flip else (False,)
+
+
+def _digest(picture: CaptionedPicture) -> str:
+    return hashlib.sha256(picture.path.read_bytes()).hexdigest()
+
+
+def _latents_key(placed: PlacedPicture, digest: str, flipped: bool, family: Family, encoders: Encoders) -> Key:
+    return ("latents", family.name, encoders.picture_id, digest, placed.size, flipped)
+
+
+def _conditioning_key(caption: str, family: Family, encoders: Encoders) -> Key:
+    return ("conditioning", family.name, encoders.text_id, caption)
+
+
+def _latents(placed: PlacedPicture, flipped: bool, family: Family, encoders: Encoders) -> Tensor:
+    pixels = to_pixels(placed.picture, placed.size)
+    latents = encoders.picture(pixels.flip(-1) if flipped else pixels)[0]
+    width, height = (side // family.latent_downscale for side in placed.size)
+    if latents.shape != (family.latent_channels, height, width):
+        raise DatasetError(
+            f"the VAE gives latents {list(latents.shape)} for {placed.picture.name} at {placed.size[0]} × "
+            f"{placed.size[1]}, {family.title} wants {[family.latent_channels, height, width]}: another VAE?"
+        )
+    return latents
 
 
 # --- whole samples on disk ------------------------------------------------------------------------------------------

@@ -1,51 +1,252 @@
-"""Verdicts on devices and variants, with the devices faked."""
+"""Verdicts on runs: each check finds its fault, says it first, and costs nothing that a later one would."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
 
+import cards
 import pytest
 import tiny
 import torch
-from graft_lora.trainer.errors import SettingsError
+from graft_lora.examples.demo import draw_folder
+from graft_lora.examples.demo_parts import base_path, encoders
+from graft_lora.trainer import disk, probes
+from graft_lora.trainer import run as run_module
+from graft_lora.trainer.adapters import LoraSettings
+from graft_lora.trainer.errors import DatasetError, GraftError, SettingsError
 from graft_lora.trainer.families import FAMILIES
-from graft_lora.trainer.preflight import check, check_compute_dtype, chosen_device
-from graft_lora.trainer.samples import Sample, write_sample
-from graft_lora.trainer.settings import DatasetSettings, ModelSettings, RunSettings
+from graft_lora.trainer.preflight import check, verdicts
+from graft_lora.trainer.run import run
+from graft_lora.trainer.samples import Encoders, Sample, write_sample
+from graft_lora.trainer.settings import DatasetSettings, ModelSettings, RunSettings, TrainSettings
+from PIL import Image
 
-# Card → compute capability, whether it is AMD's, what torch says of bf16, whether bf16 is native.
-CARDS = {
-    "Tesla T4": ((7, 5), False, True, False),
-    "NVIDIA GeForce RTX 2080 Ti": ((7, 5), False, True, False),
-    "NVIDIA GeForce RTX 3090": ((8, 6), False, True, True),
-    "NVIDIA GeForce RTX 4090": ((8, 9), False, True, True),
-    "NVIDIA B200": ((10, 0), False, True, True),
-    "AMD Radeon RX 7900 XTX": ((11, 0), True, True, True),
-    "AMD Radeon VII": ((9, 0), True, False, False),
-}
+NAMES = [
+    "dataset settings", "base", "output folder", "encoded folder", "device", "compute dtype", "model file", "variant",
+    "family", "targets", "caption dropout", "dataset", "precision", "optimizer", "conditioning width", "disk space",
+]  # fmt: skip
+KREA2 = FAMILIES["krea2"]
 
 
-@pytest.mark.parametrize("card", CARDS)
-def test_bf16_is_refused_where_it_is_emulated(monkeypatch, card):
-    capability, amd, claims, native = CARDS[card]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: card)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *a, **k: claims)
-    monkeypatch.setattr(torch.version, "hip", "6.4" if amd else None)
-    check_compute_dtype("fp32", torch.device("cuda"))
-    check_compute_dtype("bf16", torch.device("cpu"))
-    if native:
-        check_compute_dtype("bf16", torch.device("cuda"))
-    else:
-        with pytest.raises(SettingsError, match=rf'{card} has no native bf16; set .* compute_dtype = "fp32"'):
-            check_compute_dtype("bf16", torch.device("cuda"))
+@pytest.fixture
+def settings(tmp_path):
+    """A run that passes every check."""
+    draw_folder(tmp_path / "pictures", seed=0, zorbs=2, known=1)
+    return RunSettings(
+        str(tmp_path / "out"),
+        model=ModelSettings(str(base_path(KREA2)), "", "int8", "fp32", "cpu"),
+        dataset=DatasetSettings(str(tmp_path / "pictures"), encoders="demo", resolution=64),
+        lora=LoraSettings(rank=2),
+    )
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_cuda_is_chosen_where_there_is_one(monkeypatch, there):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
-    assert chosen_device("").type == ("cuda" if there else "cpu")
-    assert chosen_device("cpu").type == "cpu"
+def changed(settings, part, **changes):
+    return dataclasses.replace(settings, **{part: dataclasses.replace(getattr(settings, part), **changes)})
+
+
+def untouched():
+    """Encoders that must not be called."""
+
+    def called(_):
+        raise AssertionError("an encoder was called")
+
+    return Encoders(called, called, called, "none", "none")
+
+
+def refusal(settings, found=None):
+    """The error of the first check that fails, which must be the first failed verdict too."""
+    parts = found or untouched()
+    with pytest.raises(GraftError) as caught:
+        check(settings, parts)
+    failed = next(verdict for verdict in verdicts(settings, encoders(KREA2)) if verdict.ok is False)
+    assert str(caught.value) == failed.message
+    assert "\n" not in failed.message
+    return f"{failed.name}: {failed.message}"
+
+
+def tree(folder):
+    return sorted(str(path) for path in folder.rglob("*"))
+
+
+def test_every_verdict_of_a_sound_run(tmp_path, settings):
+    before = tree(tmp_path)
+    found = verdicts(settings, encoders(KREA2))
+    assert [verdict.name for verdict in found] == NAMES
+    assert all(verdict.ok for verdict in found)
+    said = {verdict.name: verdict.message for verdict in found}
+    assert said["model file"] == "krea2-demo-base.safetensors is Krea 2"
+    assert said["dataset"] == "3 pictures in 1 buckets"
+    assert said["targets"].endswith(" parameters")
+    assert said["encoded folder"] == str(tmp_path / "pictures" / ".graft-cache")
+    assert tree(tmp_path) == before
+
+
+def test_checks_that_cannot_be_made_say_what_stands_in_their_way(tmp_path, settings):
+    settings = changed(settings, "model", path=str(tmp_path / "missing.safetensors"), device="cuda:99")
+    found = {verdict.name: verdict for verdict in verdicts(settings, encoders(KREA2))}
+    assert [name for name, verdict in found.items() if verdict.ok is False] == ["device", "model file"]
+    blocked = {name: verdict.message for name, verdict in found.items() if verdict.ok is None}
+    reason = "not checked, because of what is wrong with: "
+    assert blocked == {
+        "compute dtype": f"{reason}device",
+        "variant": f"{reason}model file",
+        "family": f"{reason}model file",
+        "targets": f"{reason}model file",
+        "caption dropout": f"{reason}model file",
+        "dataset": f"{reason}model file",
+        "precision": f"{reason}device, model file",
+        "optimizer": f"{reason}device",
+        "conditioning width": f"{reason}model file",
+        "disk space": f"{reason}targets, dataset, conditioning width",
+    }
+
+
+@pytest.mark.parametrize("card", [cards.T4, cards.RTX_2080_TI, cards.RADEON_VII])
+def test_emulated_bf16_is_refused_and_fp32_is_not(monkeypatch, settings, card):
+    cards.insert(monkeypatch, card)
+    monkeypatch.setattr(probes, "precision_fault", lambda precision, device: None)
+    settings = changed(settings, "model", device="", compute_dtype="bf16")
+    said = refusal(settings)
+    assert said.startswith(f"compute dtype: {card.name} has no native bf16")
+    assert 'set [model] compute_dtype = "fp32"' in said
+    settings = changed(settings, "model", compute_dtype="fp32")
+    assert check(settings, encoders(KREA2)).device.name == card.name
+
+
+def test_a_broken_torchao_is_refused_where_it_is_needed_alone(monkeypatch, settings):
+    monkeypatch.setattr(probes, "precision_fault", lambda precision, device: f"{precision} does not work on {device}")
+    assert refusal(settings) == "precision: int8 does not work on cpu"
+    check(changed(settings, "model", precision="bf16"), encoders(KREA2))
+
+
+def test_adamw8bit_is_tried_where_it_is_chosen_alone(monkeypatch, settings):
+    monkeypatch.setattr(probes, "optimizer_fault", lambda optimizer, device: f"{optimizer} needs Triton")
+    check(settings, encoders(KREA2))
+    assert refusal(changed(settings, "train", optimizer="adamw8bit")) == "optimizer: adamw8bit needs Triton"
+
+
+def test_a_mode_that_the_family_forbids_is_refused(monkeypatch, settings):
+    monkeypatch.setattr(type(KREA2), "forbidden_modes", {"int8": "it diverges"})
+    assert refusal(settings).startswith("precision: Krea 2 is not to be trained in int8: it diverges; set [model]")
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        ("output", "output folder: the output folder cannot be used: no; choose another output"),
+        (
+            "pictures",
+            "encoded folder: the folder of encoded tensors cannot be used: no; set [dataset] encoded to another",
+        ),
+    ],
+)
+def test_folders_are_tried_before_anything_is_read(tmp_path, monkeypatch, settings, which, message):
+    bad = tmp_path / {"output": "out", "pictures": "pictures/.graft-cache"}[which]
+    monkeypatch.setattr(probes, "folder_fault", lambda folder: "no" if folder == bad else None)
+    assert refusal(changed(settings, "model", path="missing")) == message
+    if which == "pictures":
+        moved = changed(settings, "dataset", encoded=str(tmp_path / "elsewhere"))
+        assert {v.name: v.message for v in verdicts(moved, encoders(KREA2))}["encoded folder"] == str(
+            tmp_path / "elsewhere"
+        )
+
+
+def test_a_full_disk_is_refused_with_the_numbers(monkeypatch, settings):
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    said = refusal(settings, encoders(KREA2))
+    assert said.startswith("disk space: the run needs about ")
+    assert "(LoRAs, state and previews " in said
+    assert ", encoded tensors " in said
+    assert "which has 0.0 MiB free; make room, or set output or [dataset] encoded to a folder on another disk" in said
+
+
+def test_a_resumed_run_needs_room_for_what_is_not_there_yet(tmp_path, monkeypatch, settings):
+    settings = changed(settings, "train", steps=1, checkpointing=False)
+    run(settings, encoders(KREA2), lambda _: None)
+    asked = []
+    monkeypatch.setattr(disk, "check_room", lambda demands: asked.append(demands) or "")
+    verdicts(settings, encoders(KREA2), resume=True)
+    fresh = dataclasses.replace(settings, output=str(tmp_path / "another"))
+    verdicts(fresh, encoders(KREA2))
+    (resumed, _), (whole, _) = asked
+    there = sum(path.stat().st_size for path in Path(settings.output).rglob("*") if path.is_file())
+    assert resumed.bytes == max(0, whole.bytes - there) < whole.bytes
+
+
+def spoil_caption(folder):
+    next(folder.glob("*.txt")).unlink()
+
+
+def spoil_picture(folder):
+    next(folder.glob("*.png")).write_bytes(b"")
+
+
+def blacken_mask(folder):
+    """White only at the end of a long strip, which the crop cuts off."""
+    picture = sorted(folder.glob("*.png"))[-1]
+    Image.open(picture).resize((2560, 64)).save(picture)
+    mask = Image.new("L", (2560, 64))
+    mask.paste(255, (0, 0, 8, 64))
+    mask.save(picture.with_name(f"{picture.stem}.mask.png"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (spoil_caption, "has no caption"),
+        (spoil_picture, "cannot be read"),
+        (blacken_mask, "is black where"),
+    ],
+)
+def test_pictures_are_verified_before_an_encoder_is_called_or_the_base_is_loaded(
+    tmp_path, monkeypatch, settings, spoil, message
+):
+    spoil(tmp_path / "pictures")
+    monkeypatch.setattr(run_module, "load_base", lambda *_: pytest.fail("the base was loaded"))
+    assert message in refusal(settings)
+    with pytest.raises(DatasetError, match=message):
+        run(settings, untouched())
+    assert not (tmp_path / "out").exists()
+
+
+def test_faults_of_the_run_are_found_before_an_encoder_is_called(tmp_path, settings):
+    for part, changes, name in (
+        ("dataset", {"held_out": 3}, "dataset"),
+        ("lora", {"targets": "nothing"}, "targets"),
+        ("model", {"family": "ideogram4"}, "family"),
+    ):
+        assert refusal(changed(settings, part, **changes)).startswith(f"{name}: ")
+
+
+def test_pictures_are_decoded_once_by_the_checks_and_not_again_by_the_run(monkeypatch, settings):
+    """A folder of a thousand photographs takes minutes."""
+    from graft_lora.trainer import preflight
+
+    calls = []
+    original = preflight.read_folder
+    monkeypatch.setattr(preflight, "read_folder", lambda *args: calls.append(args) or original(*args))
+    run(changed(settings, "train", steps=1, checkpointing=False), encoders(KREA2), lambda _: None)
+    assert len(calls) == 1
+    assert not hasattr(run_module, "read_folder")
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((4, 8, 8), r"latents \[4, 8, 8\]"),
+        ((16, 4, 4), r"latents \[16, 4, 4\]"),
+        ((128, 4, 4), r"latents \[128, 4, 4\]"),
+    ],
+)
+def test_a_vae_of_another_family_is_refused_before_the_base_is_loaded(tmp_path, monkeypatch, settings, shape, message):
+    parts = dataclasses.replace(encoders(KREA2), picture=lambda pixels: torch.zeros(1, *shape))
+    monkeypatch.setattr(run_module, "load_base", lambda *_: pytest.fail("the base was loaded"))
+    with pytest.raises(DatasetError, match=f"the VAE gives {message} for .*, Krea 2 wants .16, 8, 8.: another VAE?"):
+        run(settings, parts, lambda _: None)
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "pictures" / ".graft-cache").exists() or not tree(tmp_path / "pictures" / ".graft-cache")
 
 
 def test_unsloth_6843_a_distilled_variant_needs_a_confirmation(tmp_path):
@@ -66,3 +267,24 @@ def test_unsloth_6843_a_distilled_variant_needs_a_confirmation(tmp_path):
             check(settings, None)
         model = dataclasses.replace(model, allow_distilled=True)
         check(dataclasses.replace(settings, model=model), None)
+
+
+def test_a_cache_of_samples_is_read_by_the_checks_and_needs_no_encoded_folder(tmp_path):
+    (tmp_path / "cache").mkdir()
+    path = tiny.write(tiny.build("krea2"), tmp_path / "base.safetensors")
+    settings = RunSettings(
+        str(tmp_path / "out"),
+        model=ModelSettings(str(path), compute_dtype="fp32", device="cpu"),
+        dataset=DatasetSettings(cache=str(tmp_path / "cache")),
+        train=TrainSettings(steps=1),
+    )
+    with pytest.raises(DatasetError, match="holds no encoded samples"):
+        check(settings, None)
+    sample = Sample("a", "a", torch.randn(tiny.LATENTS["krea2"]), torch.randn(2, tiny.WIDTHS["krea2"]))
+    write_sample(tmp_path / "cache", sample, FAMILIES["krea2"])
+    found = check(settings, None)
+    assert [entry.name for entry in found.samples] == ["a"]
+    assert found.pictures == []
+    said = {verdict.name: verdict.message for verdict in verdicts(settings, None)}
+    assert said["encoded folder"] == "none is needed"
+    assert "encoded tensors" not in said["disk space"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
 import pytest
 import torch
@@ -11,7 +12,16 @@ from graft_lora.trainer import samples
 from graft_lora.trainer.errors import DatasetError
 from graft_lora.trainer.families import FAMILIES
 from graft_lora.trainer.pictures import read_folder
-from graft_lora.trainer.samples import Cache, Encoders, Sample, encode_pictures, read_samples, write_sample
+from graft_lora.trainer.samples import (
+    Cache,
+    Encoders,
+    Sample,
+    encode_pictures,
+    place_pictures,
+    read_samples,
+    unencoded,
+    write_sample,
+)
 from PIL import Image
 
 
@@ -91,6 +101,23 @@ def asked_pictures(resolution):
     from graft_lora.trainer.pictures import bucket
 
     return [bucket(size, resolution, 16)[::-1] for size in ((100, 70), (70, 100))]
+
+
+def test_what_is_still_to_be_encoded_is_exactly_what_will_be(tmp_path, family_name):
+    """Each picture and its mirror image, and each caption once, less what the cache has."""
+    folder, family = folder_of_two(tmp_path), FAMILIES[family_name]
+    shutil.copy(folder / "a.png", folder / "c.png")
+    shutil.copy(folder / "a.txt", folder / "c.txt")
+    counting = Counting(family)
+    cache = Cache(tmp_path / "cache")
+    pictures = read_folder(folder)
+    for flip, wanted in ((False, 4), (True, 2), (True, 0)):
+        counting.asked.clear()
+        sizes, captions = unencoded(place_pictures(pictures, family, 64), family, counting.encoders, cache, flip)
+        encode_pictures(pictures, family, 64, counting.encoders, cache, flip)
+        assert len(sizes) + len(captions) == wanted
+        asked = [(entry[1], entry[0]) if isinstance(entry, tuple) else entry for entry in counting.asked]
+        assert sorted([*sizes, *captions], key=str) == sorted(asked, key=str)
 
 
 def test_a_damaged_cache_file_is_named(tmp_path):

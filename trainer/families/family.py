@@ -119,6 +119,7 @@ class Family(ABC):
         presets: target preset → regular expression over official module names, matched whole.
         never_quantised: regular expression over official module names that stay in the dense dtype.
         text_trunk: the transformer's children that `text_tokens` runs, and nothing else.
+        forbidden_modes: precision → why this family must not be trained in it; such a one is refused with the reason.
         preview: how it is sampled by default.
         distilled: pattern of file names of distilled variants, which have the same keys and are no base to train on.
         json_captions: whether it was trained on structured captions, which a `.json` file may then hold.
@@ -136,6 +137,7 @@ class Family(ABC):
     presets: ClassVar[Mapping[str, str]]
     never_quantised: ClassVar[str]
     text_trunk: ClassVar[tuple[str, ...]]
+    forbidden_modes: ClassVar[Mapping[str, str]] = {}
     preview: ClassVar[Preview]
     distilled: ClassVar[str]
     json_captions: ClassVar[bool]

@@ -1,0 +1,81 @@
+"""Which precisions and compute dtypes a device and a family can be trained in, and why not in the others.
+
+Every precision here is weight-only: a frozen weight is dequantised to the compute dtype and then multiplied in that. So
+fp8 asks for no fp8 hardware (torch converts float8_e4m3fn in software on any card, a GTX as well as an H100), int8 for
+no int8 matmul, and bf16 weights for no bf16 arithmetic: on a card without native bf16 all of them train in fp32. The
+rules that other trainers have, fp8 from compute capability 8.9 on and mxfp8 from 10.0 on, belong to modes that multiply
+in 8 bits. What a mode asks for stands in one line of the tables below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from . import probes
+from .devices import Device
+from .families import Family
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a mode asks for.
+
+    Attributes:
+        native_bf16: bf16 arithmetic in hardware.
+        torchao: a torchao that really quantises, which is tried.
+    """
+
+    native_bf16: bool = False
+    torchao: bool = False
+
+
+PRECISION_NEEDS: Mapping[str, Need] = {
+    "fp32": Need(),
+    "bf16": Need(),
+    "fp8": Need(torchao=True),
+    "int8": Need(torchao=True),
+    "nf4": Need(torchao=True),
+}
+COMPUTE_NEEDS: Mapping[str, Need] = {"bf16": Need(native_bf16=True), "fp32": Need()}
+
+
+def modes(device: Device, family: Family) -> dict[str, str | None]:
+    """Each precision → why it cannot be used, None where it can. Quantises a tiny tensor on the device in each."""
+    return {precision: precision_fault(precision, device, family) for precision in PRECISION_NEEDS}
+
+
+def compute_dtypes(device: Device) -> dict[str, str | None]:
+    """Each compute dtype → why it cannot be used, None where it can."""
+    return {dtype: compute_fault(dtype, device) for dtype in COMPUTE_NEEDS}
+
+
+def precision_fault(precision: str, device: Device, family: Family) -> str | None:
+    """Why the frozen weights cannot be stored so, and what to do; None where they can."""
+    if precision in family.forbidden_modes:
+        others = ", ".join(name for name in PRECISION_NEEDS if name not in family.forbidden_modes)
+        return (
+            f"{family.title} is not to be trained in {precision}: {family.forbidden_modes[precision]}; set [model] "
+            f"precision to one of {others}"
+        )
+    need = PRECISION_NEEDS[precision]
+    return _fault(need, device) or (probes.precision_fault(precision, device.place) if need.torchao else None)
+
+
+def compute_fault(compute_dtype: str, device: Device) -> str | None:
+    """Why activations cannot be computed in this dtype, and what to do; None where they can."""
+    return _fault(COMPUTE_NEEDS[compute_dtype], device)
+
+
+def _fault(need: Need, device: Device) -> str | None:
+    if need.native_bf16 and not device.native_bf16:
+        since = "" if device.capability is None else f" (compute capability {_dotted(device.capability)}, wanted 8.0)"
+        return (
+            f"{device.name} has no native bf16{since} and would emulate it many times slower; set [model] "
+            'compute_dtype = "fp32", which is slower than bf16 in hardware, but right'
+        )
+    return None
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"

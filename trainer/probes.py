@@ -1,0 +1,98 @@
+"""What only a try shows: whether torchao quantises, whether its optimiser steps, whether a folder takes files.
+
+Each probe is small, leaves nothing behind, and answers with None or one line: what is wrong and what to do.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..lora_convert import atomic_file
+from . import optimizers
+from .errors import first_line
+from .quantization import NF4, format_of
+
+# Of the whole tensor, |found - wanted| / |wanted|. nf4, the coarsest, is at about 0.1 on evenly spread values; a stub
+# that keeps zeros is at 1.
+TOLERANCE = 0.25
+
+
+def precision_fault(precision: str, device: torch.device | str) -> str | None:
+    """Quantises a tiny tensor on the device and dequantises it; for a precision that torchao quantises.
+
+    A torchao whose symbols import and whose quantising does nothing has been seen on Windows under ROCm.
+    """
+    mend = (
+        f"install the torchao that goes with torch {torch.__version__} (python -m pip install -U torchao), or set "
+        '[model] precision = "bf16"'
+    )
+    try:
+        format = format_of(precision)
+        with torch.inference_mode(False), torch.no_grad():
+            wanted = torch.linspace(-1, 1, 4 * NF4.block, dtype=torch.float32, device=device).view(4, -1)
+            stored = format.quantize(wanted)
+            found = format.dequantize(stored, (4, NF4.block), torch.float32)
+        error = ((found - wanted).norm() / wanted.norm()).item()
+        width = stored["data"].element_size()
+    except Exception as fault:  # an import, a missing kernel, a driver: whatever it is, this precision fails
+        return f"{precision} does not work on {device} ({first_line(fault)}); {mend}"
+    if width != 1 or torch.equal(found, wanted):
+        return f"{precision} does not work on {device} (torchao quantises nothing, as a stub does); {mend}"
+    if not error <= TOLERANCE:  # NaN too
+        return f"{precision} does not work on {device} (values come back wrong by {error:.0%}); {mend}"
+    return None
+
+
+def optimizer_fault(optimizer: str, device: torch.device | str) -> str | None:
+    """One step of adamw8bit on a tiny weight.
+
+    torchao compiles that step: on a CPU with a C++ compiler, on a card with Triton; either may be missing.
+    """
+    needs = "Triton" if torch.device(device).type == "cuda" else "a C++ compiler"
+    try:
+        with torch.inference_mode(False):
+            # The fewest values of which the moments are kept in 8 bits.
+            weight = nn.Parameter(torch.zeros(64, 64, device=device))
+            weight.grad = torch.ones_like(weight)
+            optimizers.build(optimizer, [weight], 1e-2, 0.0).step()
+        moved = bool((weight.detach() < 0).all())
+    except Exception as fault:  # the compiler's errors have no common kind
+        return (
+            f"{optimizer} needs torchao and {needs} that work with torch {torch.__version__} on {device} "
+            f'({first_line(fault)}); install what is missing, or set [train] optimizer = "adamw"'
+        )
+    if not moved:
+        return f'{optimizer} steps without effect on {device}; set [train] optimizer = "adamw"'
+    return None
+
+
+def standing(folder: Path) -> Path:
+    """The folder itself, or the nearest of its parents that is there.
+
+    Raises:
+        OSError: a name that the file system cannot take.
+    """
+    return next(parent for parent in (folder, *folder.parents) if parent.exists())
+
+
+def folder_fault(folder: Path) -> str | None:
+    """Makes a folder and writes, renames and removes a file in it, in `folder` or where that would be made.
+
+    A try, because `os.access` says yes on Windows and on network shares where writing fails.
+    """
+    try:
+        parent = standing(folder)
+        if not parent.is_dir():
+            return f"{parent} is no folder"
+        with (
+            tempfile.TemporaryDirectory(prefix=".graft-trial-", dir=parent) as trial,
+            atomic_file(Path(trial) / "trial") as temporary,
+        ):
+            temporary.write_bytes(b"trial")
+    except OSError as error:
+        return f"{folder} cannot be written to ({error.strerror or error})"
+    return None
