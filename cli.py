@@ -1,4 +1,4 @@
-"""The command line: `graft demo`, `graft train`."""
+"""The command line: `graft demo`, `graft train`, `graft estimate`."""
 
 from __future__ import annotations
 
@@ -40,6 +40,15 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--output", type=Path, help="the run's folder, instead of the one in the settings")
     train.add_argument("--resume", action="store_true", help="continue the stopped run in the output folder")
     train.set_defaults(command=_train)
+
+    estimate = commands.add_parser("estimate", help="what a run will take on a card, before there is one")
+    estimate.add_argument("--family", help="krea2 or ideogram4; both by default")
+    estimate.add_argument("--card", type=float, nargs="+", metavar="GB", help="memory of the card (8 12 16 24)")
+    estimate.add_argument("--host", type=float, default=24, metavar="GB", help="free main memory (24)")
+    estimate.add_argument("--resolution", type=int, help="side of the pictures (1024; 512 for cards below 12 GB)")
+    estimate.add_argument("--rank", type=int, default=32, help="rank of the LoRA (32)")
+    estimate.add_argument("--precision", default="auto", help="fp32, bf16, fp8, int8, nf4 or auto (the default)")
+    estimate.set_defaults(command=_estimate)
     return parser
 
 
@@ -47,6 +56,15 @@ def _demo(parsed: argparse.Namespace) -> None:
     from .examples.demo import demo
 
     demo(parsed.family, parsed.output, parsed.steps)
+
+
+def _estimate(parsed: argparse.Namespace) -> None:
+    from .trainer.estimate import CARDS, Question, rows, table
+    from .trainer.families import FAMILIES, family_named
+
+    families = [family_named(parsed.family)] if parsed.family else list(FAMILIES.values())
+    question = Question(parsed.host, parsed.resolution, parsed.rank, parsed.precision)
+    print(table(rows(families, parsed.card or CARDS, question)))
 
 
 def _train(parsed: argparse.Namespace) -> None:

@@ -71,11 +71,17 @@ def latents_bytes(family: Family, sizes: Sequence[tuple[int, int]]) -> int:
     return sum(FP32 * family.latent_channels * (width // side) * (height // side) for width, height in sizes)
 
 
+def tokens_of(bytes: int) -> int:
+    """At most so many tokens has a caption of so many bytes of UTF-8.
+
+    A token is taken to be 2 bytes: English has about 4 to a token, Chinese 2 to 3, and JSON, whose digits and brackets
+    are tokens of their own, about 2.5.
+    """
+    return math.ceil(bytes / 2)
+
+
 def conditioning_bytes(captions: Sequence[str], width: int, itemsize: int, empty_tokens: int) -> int:
     """At most, for encoded captions: (T, W) in the encoder's dtype, T from the caption's length.
-
-    A token is taken to be 2 bytes of UTF-8: English has about 4 to a token, Chinese 2 to 3, and JSON, whose digits and
-    brackets are tokens of their own, about 2.5.
 
     Args:
         captions: each one once.
@@ -83,7 +89,7 @@ def conditioning_bytes(captions: Sequence[str], width: int, itemsize: int, empty
         itemsize: bytes per feature, as the encoder gives them.
         empty_tokens: T of the empty prompt, which the template around every caption makes up.
     """
-    tokens = sum(empty_tokens + math.ceil(len(caption.encode()) / 2) for caption in captions)
+    tokens = sum(empty_tokens + tokens_of(len(caption.encode())) for caption in captions)
     return tokens * width * itemsize
 
 

@@ -24,6 +24,7 @@ from . import adapters, memory
 from .adapters import LoraSettings
 from .base_model import choose_format, compute_dtype_of, dense_format
 from .batches import Batch
+from .disk import gib
 from .errors import SettingsError
 from .families import Family, Transformer
 from .live_bytes import LiveBytes, tensors_of
@@ -31,10 +32,10 @@ from .objective import add_noise, velocity_loss
 from .offload import SLOTS
 from .optimizers import moments_bytes
 from .quantization import FrozenLinear, replace_linears
+from .settings import AUTO
 from .text_trunk import is_frozen
 
 GIB = 2**30
-AUTO = "auto"
 # What `auto` tries, the best first. fp8 is never chosen by itself: it takes the memory of int8 and is less exact.
 AUTO_PRECISIONS = ("bf16", "int8", "nf4")
 # Tokens of a long caption, where the captions have not been encoded yet.
@@ -59,7 +60,7 @@ class Workload:
         batch_size: pictures in one forward pass.
         optimizer: as in the training settings.
         ema: whether a moving average is kept.
-        checkpointing: `on`, `off`, or `auto`.
+        checkpointing: whether the blocks recompute their activations, or `auto`.
         blocks_on_cpu: a number, or `auto`.
         preview: whether pictures are sampled during the run.
         unconditional: whether previews use a transformer of their own for the unconditional pass.
@@ -75,7 +76,7 @@ class Workload:
     batch_size: int = 1
     optimizer: str = "adamw"
     ema: bool = False
-    checkpointing: str = AUTO
+    checkpointing: bool | str = AUTO
     blocks_on_cpu: int | str = AUTO
     preview: bool = True
     unconditional: bool = False
@@ -217,7 +218,7 @@ def _count(workload: Workload) -> _Counts:
 
 
 def _recomputed(workload: Workload, model: nn.Module) -> Sequence[nn.Module]:
-    return list(workload.family.blocks(model).values()) if workload.checkpointing == "on" else []
+    return list(workload.family.blocks(model).values()) if workload.checkpointing is True else []
 
 
 def _give_storages(model: nn.Module) -> None:
@@ -313,11 +314,11 @@ def choose(workload: Workload, budget: Budget, modes: Mapping[str, str | None] |
 def _fit(workload: Workload, budget: Budget, most: int) -> Workload | None:
     """With this precision: checkpointing and the fewest blocks on the CPU, at most `most`, or None."""
     counts = [workload.blocks_on_cpu] if workload.blocks_on_cpu != AUTO else range(most + 1)
-    checkpointing = "on" if workload.checkpointing == AUTO else workload.checkpointing
+    checkpointing = True if workload.checkpointing == AUTO else workload.checkpointing
     for blocks in counts:
         tried = replace(workload, checkpointing=checkpointing, blocks_on_cpu=blocks)
         if _fits(tried, budget):
-            without = replace(tried, checkpointing="off")
+            without = replace(tried, checkpointing=False)
             return without if workload.checkpointing == AUTO and not blocks and _fits(without, budget) else tried
     return None
 
@@ -332,14 +333,14 @@ def _too_large(workload: Workload, budget: Budget, precisions: Sequence[str]) ->
     least = replace(
         workload,
         precision=precisions[-1],
-        checkpointing="on" if workload.checkpointing == AUTO else workload.checkpointing,
+        checkpointing=True if workload.checkpointing == AUTO else workload.checkpointing,
         blocks_on_cpu=workload.blocks if workload.blocks_on_cpu == AUTO else workload.blocks_on_cpu,
     )
     prediction = predict(least)
     message = (
-        f"{workload.family.title} at {_side(workload)}² with rank {workload.lora.rank} takes {_gib(prediction.device)} "
-        f"on the device and {_gib(prediction.host)} of main memory in {least.precision} with {least.blocks_on_cpu} "
-        f"blocks on the CPU; {_gib(budget.device)} and {_gib(budget.host)} can be used: "
+        f"{workload.family.title} at {_side(workload)}² with rank {workload.lora.rank} takes {gib(prediction.device)} "
+        f"on the device and {gib(prediction.host)} of main memory in {least.precision} with {least.blocks_on_cpu} "
+        f"blocks on the CPU; {gib(budget.device)} and {gib(budget.host)} can be used: "
     )
     for side in (1024, 768, 640, 512, 384, 256):
         smaller = at_resolution(least, side)
@@ -360,16 +361,13 @@ def _side(workload: Workload) -> int:
     return round(math.sqrt(rows * columns)) * workload.family.latent_downscale
 
 
-def _gib(bytes: int) -> str:
-    return f"{bytes / GIB:.1f} GiB"
-
-
 def describe(workload: Workload) -> str:
     """One line on a workload in which nothing is left to `auto`."""
     prediction = predict(workload)
     return (
-        f"memory plan: {workload.precision}, checkpointing {workload.checkpointing}, {workload.blocks_on_cpu} of "
-        f"{workload.blocks} blocks on the CPU: {_gib(prediction.device)} on the device (weights "
-        f"{_gib(prediction.weights)}, adapter {_gib(prediction.adapter)}, activations {_gib(prediction.activations)}), "
-        f"{_gib(prediction.host)} of main memory"
+        f"memory plan: {workload.precision}, {'with' if workload.checkpointing else 'without'} checkpointing, "
+        f"{workload.blocks_on_cpu} of "
+        f"{workload.blocks} blocks on the CPU: {gib(prediction.device)} on the device (weights "
+        f"{gib(prediction.weights)}, adapter {gib(prediction.adapter)}, activations {gib(prediction.activations)}), "
+        f"{gib(prediction.host)} of main memory"
     )

@@ -6,22 +6,23 @@ files, then what tries the device, then what asks the encoders; all of them befo
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from . import adapters, disk, modes, probes
+from . import adapters, disk, modes, plan, probes, state
 from .checkpoints import ModelFile, open_model_file
-from .devices import Device, read_device
+from .devices import Device, host_memory, read_device
 from .errors import DatasetError, GraftError, SettingsError
 from .pictures import CaptionedPicture, read_folder
 from .samples import Cache, Encoders, PlacedPicture, Sample, place_pictures, read_samples, unencoded
-from .settings import RunSettings
+from .settings import AUTO, RunSettings
 
 
 class Verdict(NamedTuple):
@@ -43,16 +44,20 @@ class Checked:
     """What the checks have read, so that the run need not read it again.
 
     Attributes:
+        settings: the run's, with nothing left to `auto`.
         file: the base's, checked.
         device: what is trained on.
         pictures: of the folder; empty where the dataset is a cache.
         samples: of the cache; empty where the dataset is a folder of pictures.
+        memory: the memory plan in a sentence; empty where none was made.
     """
 
+    settings: RunSettings
     file: ModelFile
     device: Device
     pictures: list[CaptionedPicture]
     samples: list[Sample]
+    memory: str
 
 
 class _Subject:
@@ -63,11 +68,13 @@ class _Subject:
     lora_sizes: list[int]
     placed: list[PlacedPicture]
     conditioning: torch.Tensor
+    resolved: RunSettings
 
     def __init__(self, settings: RunSettings, encoders: Encoders | None, resume: bool) -> None:
         self.settings, self.encoders, self.resume = settings, encoders, resume
         self.pictures: list[CaptionedPicture] = []
         self.samples: list[Sample] = []
+        self.memory = ""
 
 
 class _Check(NamedTuple):
@@ -89,7 +96,8 @@ def check(settings: RunSettings, encoders: Encoders | None, resume: bool = False
     for _, error in _judge(subject):
         if error is not None:
             raise error
-    return Checked(subject.file, subject.device, subject.pictures, subject.samples)
+    found = subject.pictures, subject.samples, subject.memory
+    return Checked(subject.resolved, subject.file, subject.device, *found)
 
 
 def verdicts(settings: RunSettings, encoders: Encoders | None, resume: bool = False) -> list[Verdict]:
@@ -212,6 +220,8 @@ def _compute_dtype(subject: _Subject) -> str:
 
 def _precision(subject: _Subject) -> str:
     precision = subject.settings.model.precision
+    if precision == AUTO:
+        return "left to the memory plan"
     if fault := modes.precision_fault(precision, subject.device, subject.file.family):
         raise SettingsError(fault)
     return precision
@@ -324,6 +334,76 @@ def _disk_space(subject: _Subject) -> str:
     return disk.check_room(demands)
 
 
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _memory(subject: _Subject) -> str:
+    settings, device = subject.settings, subject.device
+    if subject.resume and settings.model.precision == AUTO:
+        # Another precision would be another run: the one that was chosen then holds.
+        precision = state.saved_precision(Path(settings.output).resolve() / "state")
+        settings = replace(settings, model=replace(settings.model, precision=precision))
+    if device.kind == "cpu":
+        subject.resolved = on_cpu(settings)
+        return "not planned: it trains on the CPU, in main memory"
+    wanted = _workload(subject, settings)
+    chosen = plan.choose(wanted, _budget(wanted, device), modes.modes(device, subject.file.family))
+    model = replace(settings.model, precision=chosen.precision, blocks_on_cpu=chosen.blocks_on_cpu)
+    train = replace(settings.train, checkpointing=chosen.checkpointing)
+    subject.resolved = replace(settings, model=model, train=train)
+    subject.memory = plan.describe(chosen)
+    return subject.memory
+
+
+def on_cpu(settings: RunSettings) -> RunSettings:
+    """What `auto` means where the CPU trains: bf16 weights, checkpointing, no block elsewhere."""
+    model, train = settings.model, settings.train
+    model = replace(
+        model,
+        precision="bf16" if model.precision == AUTO else model.precision,
+        blocks_on_cpu=0 if model.blocks_on_cpu == AUTO else model.blocks_on_cpu,
+    )
+    train = replace(train, checkpointing=True if train.checkpointing == AUTO else train.checkpointing)
+    return replace(settings, model=model, train=train)
+
+
+def _budget(wanted: plan.Workload, device: Device) -> plan.Budget:
+    """What can be used; all that is free where the settings leave nothing to choose."""
+    total, free = device.memory
+    chosen = AUTO not in (wanted.precision, wanted.checkpointing, wanted.blocks_on_cpu)
+    return plan.Budget(free if chosen else plan.usable(total, free), host_memory().free)
+
+
+def _workload(subject: _Subject, settings: RunSettings) -> plan.Workload:
+    """The run's largest picture and longest caption; of captions that are not encoded yet, a bound."""
+    family = subject.file.family
+    if subject.samples:
+        shapes = [(c, h, w) for c, h, w in (sample.latents.shape for sample in subject.samples)]
+        tokens = max(len(sample.conditioning) for sample in subject.samples)
+    else:
+        side = family.latent_downscale
+        sizes = [entry.size for entry in subject.placed]
+        shapes = [(family.latent_channels, height // side, width // side) for width, height in sizes]
+        longest = max(len(picture.caption.encode()) for picture in subject.pictures)
+        tokens = len(subject.conditioning) + disk.tokens_of(longest)
+    return plan.Workload(
+        family,
+        subject.file.config,
+        max(shapes, key=math.prod),
+        tokens,
+        settings.lora,
+        settings.model.precision,
+        settings.model.compute_dtype,
+        settings.train.batch_size,
+        settings.train.optimizer,
+        settings.train.ema > 0,
+        settings.train.checkpointing,
+        settings.model.blocks_on_cpu,
+        bool(settings.preview.prompts),
+        bool(settings.preview.unconditional),
+    )
+
+
 CHECKS = (
     _Check("dataset settings", _dataset_settings),
     _Check("base", _base),
@@ -345,4 +425,5 @@ CHECKS = (
         _disk_space,
         ("output folder", "encoded folder", "targets", "dataset", "conditioning width"),
     ),
+    _Check("memory", _memory, ("output folder", "targets", "dataset", "precision", "conditioning width")),
 )

@@ -62,13 +62,16 @@ def run(settings: RunSettings, encoders: Encoders | None = None, say: Say = prin
         GraftError: what is wrong; where a check failed, nothing has been written.
     """
     checked = check(settings, encoders, resume)
-    file = checked.file
+    file, settings = checked.file, checked.settings
+    if checked.memory:
+        say(checked.memory)
     training, held_out = split(
         read_dataset(settings, checked, encoders, say), settings.dataset.held_out, settings.train.seed
     )
     marks = state.fingerprint(settings, file.files, training)
     saved = state.read(Path(settings.output).resolve() / "state", marks) if resume else None
-    base = load_base(file, settings.model.precision, settings.model.compute_dtype, checked.device.place)
+    model, place = settings.model, checked.device.place
+    base = load_base(file, model.precision, model.compute_dtype, place, int(model.blocks_on_cpu))
     for note in base.notes:
         say(note)
     return Run(settings, encoders, say, base, training, held_out, marks, saved).finish()

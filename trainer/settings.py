@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import tomllib
+import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from .objective import DISTRIBUTIONS
 from .optimizers import OPTIMIZERS
 from .schedule import SCHEDULES
 
+AUTO = "auto"  # the memory plan chooses
 SAVE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -45,7 +47,8 @@ class ModelSettings:
     Attributes:
         path: a model file; empty for the demonstration base of `family`.
         family: `krea2` or `ideogram4`; needed for the demonstration base only, else it is read off the file.
-        precision: how the frozen weights are stored.
+        precision: how the frozen weights are stored; `auto` for the best one that fits the device.
+        blocks_on_cpu: so many of the transformer's blocks wait in main memory; `auto` for as few as fit.
         compute_dtype: dtype of activations; fp32 where bf16 is not native.
         device: `cpu`, `cuda`, or empty for CUDA where there is one.
         allow_distilled: train on a file whose name says that it is a distilled variant.
@@ -53,13 +56,18 @@ class ModelSettings:
 
     path: str = ""
     family: str = ""
-    precision: str = "bf16"
+    precision: str = AUTO
+    blocks_on_cpu: int | str = AUTO
     compute_dtype: str = "bf16"
     device: str = ""
     allow_distilled: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("precision", self.precision, PRECISIONS)
+        _one_of("precision", self.precision, (AUTO, *PRECISIONS))
+        if self.blocks_on_cpu != AUTO:
+            if isinstance(self.blocks_on_cpu, str):
+                raise SettingsError(f"blocks_on_cpu is {self.blocks_on_cpu!r}; wanted a number, or {AUTO!r}")
+            _at_least("blocks_on_cpu", self.blocks_on_cpu, 0)
         _one_of("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
         if self.family:
             _one_of("family", self.family, FAMILIES)
@@ -116,7 +124,7 @@ class TrainSettings:
         weight_decay: of the optimiser, decoupled.
         max_grad_norm: gradients are scaled down to this norm; 0 leaves them.
         timesteps: distribution of the noise level.
-        checkpointing: recompute activations block by block.
+        checkpointing: recompute activations block by block; `auto` for only where they would not fit.
         ema: decay of the moving average that is saved and previewed in the weights' place; 0 for none.
         save_every: steps between saves of LoRA and state; 0 for the end alone.
         keep: so many of those LoRAs stay, the newest.
@@ -135,7 +143,7 @@ class TrainSettings:
     weight_decay: float = 1e-4
     max_grad_norm: float = 1.0
     timesteps: str = "family"
-    checkpointing: bool = True
+    checkpointing: bool | str = AUTO
     ema: float = 0.0
     save_every: int = 250
     keep: int = 3
@@ -157,6 +165,8 @@ class TrainSettings:
         _at_least("held_out_every", self.held_out_every, 0)
         if not 0 <= self.ema < 1:
             raise SettingsError(f"ema is {self.ema}; wanted a decay from 0 (none) up to, but not, 1, such as 0.99")
+        if isinstance(self.checkpointing, str):
+            _one_of("checkpointing", self.checkpointing, (AUTO,))
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         _one_of("schedule", self.schedule, SCHEDULES)
         _one_of("timesteps", self.timesteps, DISTRIBUTIONS)
@@ -173,6 +183,8 @@ class PreviewSettings:
         seed: of the first prompt's noise; the next prompts count on from it.
         steps: Euler steps; 0 for the family's own number.
         guidance: the usual CFG scale, 1 for none; 0 for the family's own.
+        unconditional: model file of the transformer for the unconditional pass, for a family that has a pair of them
+            (Ideogram 4); empty for the trained one without text.
     """
 
     prompts: tuple[str, ...] = ()
@@ -180,6 +192,7 @@ class PreviewSettings:
     seed: int = 0
     steps: int = 0
     guidance: float = 0.0
+    unconditional: str = ""
 
     def __post_init__(self) -> None:
         _below_seeds("preview.seed", self.seed)
@@ -223,7 +236,7 @@ def read_settings(path: str | Path) -> RunSettings:
         raise SettingsError(f"{path} is not TOML: {error}") from error
     settings = _build(RunSettings, values, "")
     here = path.parent
-    model, dataset = settings.model, settings.dataset
+    model, dataset, preview = settings.model, settings.dataset, settings.preview
     return dataclasses.replace(
         settings,
         output=_resolved(here, settings.output or f"runs/{path.stem}"),
@@ -234,6 +247,7 @@ def read_settings(path: str | Path) -> RunSettings:
             cache=_resolved(here, dataset.cache),
             encoded=_resolved(here, dataset.encoded),
         ),
+        preview=dataclasses.replace(preview, unconditional=_resolved(here, preview.unconditional)),
     )
 
 
@@ -264,6 +278,12 @@ def _typed(name: str, value: Any, wanted: Any) -> Any:
         if not isinstance(value, list):
             raise SettingsError(f"{name} is {value!r}; wanted a list")
         return tuple(_typed(f"{name}[{index}]", entry, typing.get_args(wanted)[0]) for index, entry in enumerate(value))
+    if isinstance(wanted, types.UnionType):
+        kinds = typing.get_args(wanted)
+        fitting = next((kind for kind in kinds if type(value) is kind), None)
+        if fitting is None:
+            raise SettingsError(f"{name} is {value!r}; wanted {' or '.join(kind.__name__ for kind in kinds)}")
+        return value
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):

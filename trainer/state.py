@@ -100,12 +100,8 @@ def read(folder: Path, marks: Mapping[str, Any]) -> dict[str, Any]:
     path = folder / STATE
     if not path.is_file():
         raise SettingsError(f"{folder} holds no saved state: there is nothing to resume")
-    try:
-        # Plain tensors and containers only: a state file cannot run code.
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        kept = content["fingerprint"]
-    except Exception as error:  # torch raises many kinds for a damaged archive
-        raise SettingsError(f"{path} is damaged and cannot be resumed from ({type(error).__name__})") from error
+    content = _content(path)
+    kept = content["fingerprint"]
     changed = [
         f"{name} was {_short(kept.get(name))}, is {_short(marks.get(name))}"
         for name in sorted({*kept, *marks})
@@ -113,6 +109,25 @@ def read(folder: Path, marks: Mapping[str, Any]) -> dict[str, Any]:
     ]
     if changed:
         raise SettingsError(f"this run cannot continue the saved one: {some(changed, 6)}")
+    return content
+
+
+def saved_precision(folder: Path) -> str:
+    """The precision of the run whose state is saved there.
+
+    Raises:
+        SettingsError: the state is damaged.
+    """
+    return _content(folder / STATE)["fingerprint"]["precision"]
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        # Plain tensors and containers only: a state file cannot run code.
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        content["fingerprint"]["precision"]
+    except Exception as error:  # torch raises many kinds for a damaged archive
+        raise SettingsError(f"{path} is damaged and cannot be resumed from ({type(error).__name__})") from error
     return content
 
 

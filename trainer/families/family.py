@@ -112,6 +112,7 @@ class Family(ABC):
         name: the name in settings and file metadata.
         title: the name that people use.
         table: its module names.
+        published: the sizes of the published model.
         marker: an official parameter that exists in this family alone.
         latent_channels: C of the latents that the transformer takes.
         latent_downscale: picture pixels per latent cell, per side.
@@ -130,6 +131,7 @@ class Family(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     table: ClassVar[Table]
+    published: ClassVar[Any]
     marker: ClassVar[str]
     latent_channels: ClassVar[int]
     latent_downscale: ClassVar[int]

@@ -254,6 +254,7 @@ class Ideogram4(Family):
     name = "ideogram4"
     title = "Ideogram 4"
     table = IDEOGRAM4
+    published = Ideogram4Config()
     marker = "embed_image_indicator.weight"
     latent_channels = 128
     latent_downscale = 16

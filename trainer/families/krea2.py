@@ -319,6 +319,7 @@ class Krea2(Family):
     name = "krea2"
     title = "Krea 2"
     table = KREA2
+    published = Krea2Config()
     marker = "txtfusion.projector.weight"
     latent_channels = 16
     latent_downscale = 8
