@@ -160,7 +160,7 @@ def find_files(path: Path) -> tuple[Path, ...]:
     """
     if not path.exists():
         raise NotAModelFileError(f"{path}: there is no such file")
-    if "unconditional" in path.name.lower():
+    if "unconditional" in path.name.lower() or path.parent.name == "unconditional_transformer":
         raise WrongModelError(
             f"{path.name} is the unconditional transformer of a pair, which no trainer trains; give the other one"
         )
@@ -178,6 +178,14 @@ def find_files(path: Path) -> tuple[Path, ...]:
             "that is meant, or a diffusers folder"
         )
     return (files[0],)
+
+
+def telling_name(path: Path) -> str:
+    """The name by which people know a model: its diffusers folder's where the path goes into one, else its own."""
+    path = path.absolute()
+    model = next((folder.parent for folder in (path, path.parent) if folder.name == "transformer"), path)
+    # In the cache of huggingface_hub a model is models--owner--name/snapshots/commit.
+    return model.parent.parent.name if model.parent.name == "snapshots" else model.name
 
 
 def _shards(index: Path) -> tuple[Path, ...]:

@@ -447,12 +447,18 @@ def test_shards_that_are_not_there_or_overlap_and_a_damaged_index(tmp_path):
         open_model_file(tmp_path / "model")
 
 
-@pytest.mark.parametrize("folder", [True, False])
-def test_the_unconditional_transformer_is_refused_by_name(tmp_path, folder):
-    path = tmp_path / ("unconditional_transformer" if folder else "ideogram4_unconditional.safetensors")
-    if folder:
-        path.mkdir()
-    tiny.write(tiny.build("ideogram4"), path / "a.safetensors" if folder else path)
+@pytest.mark.parametrize(
+    ("given", "file"),
+    [
+        ("ideogram4_unconditional.safetensors", "ideogram4_unconditional.safetensors"),
+        ("unconditional_transformer", "unconditional_transformer/a.safetensors"),
+        ("unconditional_transformer/a.safetensors", "unconditional_transformer/a.safetensors"),
+    ],
+)
+def test_the_unconditional_transformer_is_refused_by_name(tmp_path, given, file):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    tiny.write(tiny.build("ideogram4"), tmp_path / file)
+    path = tmp_path / given
     with pytest.raises(WrongModelError, match="unconditional transformer of a pair"):
         open_model_file(path)
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import tiny
 import torch
+from graft_lora.trainer.checkpoints import telling_name
 from graft_lora.trainer.errors import SettingsError
 from graft_lora.trainer.families import FAMILIES
 from graft_lora.trainer.preflight import check, check_compute_dtype, chosen_device
@@ -53,16 +54,31 @@ def test_unsloth_6843_a_distilled_variant_needs_a_confirmation(tmp_path):
     (tmp_path / "cache").mkdir()
     sample = Sample("a", "a", torch.randn(tiny.LATENTS["krea2"]), torch.randn(2, tiny.WIDTHS["krea2"]))
     write_sample(tmp_path / "cache", sample, FAMILIES["krea2"])
-    for name, refused in (("Krea2-Turbo-bf16", True), ("krea2_raw", False)):
-        path = tiny.write(tiny.build("krea2"), tmp_path / f"{name}.safetensors")
+    for place, name in (
+        ("Krea2-Turbo-bf16.safetensors", "Krea2-Turbo-bf16.safetensors"),
+        ("Krea-2-Turbo/transformer/diffusion_pytorch_model.safetensors", "Krea-2-Turbo"),
+        ("krea2_raw.safetensors", None),
+        ("Krea-2-Raw/transformer/diffusion_pytorch_model.safetensors", None),
+    ):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        path = tiny.write(tiny.build("krea2"), tmp_path / place)
         model = ModelSettings(str(path), compute_dtype="fp32", device="cpu")
         settings = RunSettings(
             str(tmp_path / "out"), model=model, dataset=DatasetSettings(cache=str(tmp_path / "cache"))
         )
-        if not refused:
+        if name is None:
             check(settings, None)
             continue
-        with pytest.raises(SettingsError, match=f"{name}.safetensors looks like a distilled variant of Krea 2"):
+        with pytest.raises(SettingsError, match=f"{name} looks like a distilled variant of Krea 2"):
             check(settings, None)
         model = dataclasses.replace(model, allow_distilled=True)
         check(dataclasses.replace(settings, model=model), None)
+
+
+@pytest.mark.parametrize("path", ["turbo", "turbo/transformer", "turbo/transformer/x.safetensors"])
+def test_a_model_is_known_by_its_diffusers_folder(tmp_path, path):
+    (tmp_path / "turbo" / "transformer").mkdir(parents=True)
+    assert telling_name(tmp_path / path) == "turbo"
+    assert telling_name(tmp_path / "turbo" / "x.safetensors") == "x.safetensors"
+    cached = tmp_path / "models--krea--turbo" / "snapshots" / "0a1b2c"
+    assert telling_name(cached) == telling_name(cached / "transformer") == "models--krea--turbo"
