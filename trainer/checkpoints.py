@@ -1,20 +1,21 @@
 """Reads model files: any known way of storing a base → official names, scales applied, one tensor at a time.
 
-Understood: safetensors in bf16, fp16, fp32; ComfyUI's fp8 (`weight_scale` per tensor or per row, marked by
-`comfy_quant` tensors or `_quantization_metadata` in the header, or the older `scaled_fp8` with `scale_weight`); plain
-fp8 casts, which have no scales; the prefixes `model.diffusion_model.` and `diffusion_model.`; diffusers' names, q, k
-and v split or not; a diffusers folder, a folder of shards with their index, a folder that holds a single checkpoint.
+Understood: safetensors whose weights are stored in one of the ways of `stored_weights` (bf16, fp16, fp32; plain fp8
+casts; ComfyUI's fp8, int8_tensorwise, nvfp4, mxfp8, marked by `comfy_quant` tensors or `_quantization_metadata` in the
+header, or the older `scaled_fp8`; bitsandbytes' nf4, fp4, int8); the prefixes `model.diffusion_model.` and
+`diffusion_model.`; diffusers' names, q, k and v split or not; a diffusers folder, a folder of shards with their index,
+a folder that holds a single checkpoint. What cannot be read is refused by its name (`unreadable_formats`).
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,37 +34,39 @@ from .errors import (
     some,
 )
 from .families import FAMILIES, Family
+from .stored_weights import (
+    COMFY_FORMATS,
+    IGNORED,
+    WAY_OUT,
+    Entry,
+    Layer,
+    Plain,
+    Shape,
+    StoredWeight,
+    as_bytes,
+    is_auxiliary,
+    understand,
+)
+from .unreadable_formats import refuse_by_config, refuse_by_keys
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 # The other parts of an all-in-one checkpoint, left aside with a word.
 COMPANIONS = ("vae.", "first_stage_model.", "text_encoders.", "cond_stage_model.", "conditioner.")
-WEIGHT_SCALES = ("weight_scale", "scale_weight")
-# Scales of activations: they calibrate 8-bit inference and do not belong to the weight.
-ACTIVATION_SCALES = ("input_scale", "scale_input")
-FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
-DENSE = {"BF16", "F16", "F32"}
 
 MAX_HEADER = 100_000_000  # bytes, the limit of safetensors itself
 
-Shape = tuple[int, ...]
 
+class OpenFiles(ExitStack):
+    """Safetensors files that stay open while this context lasts, each opened at the first tensor that is read."""
 
-class Entry(NamedTuple):
-    """One tensor of a header, and the file that it stands in."""
+    def __init__(self) -> None:
+        super().__init__()
+        self._files: dict[Path, Any] = {}
 
-    file: Path
-    dtype: str
-    shape: Shape
-
-
-@dataclass(frozen=True)
-class Part:
-    """One stored tensor and the key of its scale, if it has one; each in its file, which shards make several."""
-
-    file: Path
-    key: str
-    scale_file: Path | None = None
-    scale_key: str | None = None
+    def read(self, entry: Entry) -> Tensor:
+        if entry.file not in self._files:
+            self._files[entry.file] = self.enter_context(safe_open(entry.file, framework="pt"))
+        return self._files[entry.file].get_tensor(entry.key)
 
 
 @dataclass
@@ -75,7 +78,7 @@ class ModelFile:
         files: all the files that it consists of.
         family: detected from the keys.
         config: the transformer's sizes, read from the shapes.
-        parts: official name → the stored tensors that make it up, in row order (three for a split qkv).
+        weights: official name → the stored weights that make it up, in row order (three for a split qkv).
         shapes: official name → shape.
         notes: what was left aside, one sentence each, for the user to read.
     """
@@ -84,19 +87,20 @@ class ModelFile:
     files: tuple[Path, ...]
     family: Family
     config: Any
-    parts: dict[str, tuple[Part, ...]]
+    weights: dict[str, tuple[StoredWeight, ...]]
     shapes: dict[str, Shape]
     notes: list[str] = field(default_factory=list)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (official name, tensor) one at a time; scaled weights in fp32, others as stored, all on the CPU."""
-        with ExitStack() as stack:
-            open_files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in self.files}
-            for name, parts in self.parts.items():
-                pieces = [_scaled(open_files, part) for part in parts]
+        """Yields (official name, tensor) one at a time: dense ones as stored, others in fp32, all on the CPU."""
+        with OpenFiles() as files:
+            for name, members in self.weights.items():
+                shape = self.shapes[name]
+                third = _member_shape(shape, len(members))
+                pieces = [_decode(files, member, third) for member in members]
                 tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
                 # diffusers folds Krea 2's modulation tables to (6, D): the same numbers in the same order.
-                yield name, tensor.reshape(self.shapes[name])
+                yield name, tensor.reshape(shape)
 
 
 def open_model_file(path: str | Path) -> ModelFile:
@@ -111,35 +115,34 @@ def open_model_file(path: str | Path) -> ModelFile:
     metadata: dict[str, str] = {}
     for file in files:
         header = read_header(file)
+        _try_to_open(file)
         metadata |= header.pop("__metadata__", {})
         twice = sorted(header.keys() & entries.keys())
         if twice:
             raise UnexpectedKeysError(f"{path.name} has keys in two of its files: {some(twice)}")
-        entries |= {key: Entry(file, str(v["dtype"]), tuple(v["shape"])) for key, v in header.items()}
-    keys, notes = _own_keys(path, entries)
-    family = _family(path, keys)
-    markers = _format_markers(path, keys, entries, metadata)
+        entries |= {key: Entry(file, key, str(v["dtype"]), tuple(v["shape"])) for key, v in header.items()}
+    tensors, notes = _own_tensors(path, entries)
+    if path.is_dir():
+        refuse_by_config(path.name, files[0].parent)
+    refuse_by_keys(path.name, tensors)
+    family = _family(path, tensors)
+    found = _by_official_name(path, family, tensors)
+    stored = _stored_weights(path, tensors, metadata)
 
-    found = _by_official_name(path, family, keys)
-    shapes, misfits = _official_shapes({key: entries[full].shape for key, full in keys.items()}, found)
+    shapes, misfits = _official_shapes({key: weight.shape for key, weight in stored.items()}, found)
     config = _config(path, family, shapes)
     with torch.device("meta"):
         wanted = {name: tuple(value.shape) for name, value in family.build(config).named_parameters()}
+    # A stable order: the thirds of a split weight one after the other.
+    weights = {
+        name: tuple(stored[members[third]] for third in sorted(members, key=lambda third: third or 0))
+        for name, members in found.items()
+    }
+    for name in shapes.keys() & wanted.keys():
+        if all(weight.holds(_member_shape(wanted[name], len(weights[name]))) for weight in weights[name]):
+            shapes[name] = wanted[name]
     _compare(path, family, shapes, wanted, misfits)
-
-    scale_keys = {full for key, full in keys.items() if key.rpartition(".")[2] in WEIGHT_SCALES}
-    parts = {}
-    for name in wanted:
-        members = found[name]
-        # A stable order: the thirds of a split weight one after the other.
-        ordered = [members[third] for third in sorted(members, key=lambda third: third or 0)]
-        parts[name] = tuple(_part(path, key, keys, entries, bool(markers or scale_keys)) for key in ordered)
-    idle = scale_keys - {part.scale_key for group in parts.values() for part in group}
-    if idle:
-        raise UnexpectedKeysError(f"{path.name} has scales that belong to no weight: {some(sorted(idle))}")
-    for file in files:
-        _try_to_open(file)
-    return ModelFile(path, files, family, config, parts, wanted, notes)
+    return ModelFile(path, files, family, config, {name: weights[name] for name in wanted}, wanted, notes)
 
 
 def read_shapes(path: str | Path) -> dict[str, Shape]:
@@ -157,7 +160,7 @@ def find_files(path: Path) -> tuple[Path, ...]:
     """
     if not path.exists():
         raise NotAModelFileError(f"{path}: there is no such file")
-    if "unconditional" in path.name.lower():
+    if "unconditional" in path.name.lower() or path.parent.name == "unconditional_transformer":
         raise WrongModelError(
             f"{path.name} is the unconditional transformer of a pair, which no trainer trains; give the other one"
         )
@@ -175,6 +178,14 @@ def find_files(path: Path) -> tuple[Path, ...]:
             "that is meant, or a diffusers folder"
         )
     return (files[0],)
+
+
+def telling_name(path: Path) -> str:
+    """The name by which people know a model: its diffusers folder's where the path goes into one, else its own."""
+    path = path.absolute()
+    model = next((folder.parent for folder in (path, path.parent) if folder.name == "transformer"), path)
+    # In the cache of huggingface_hub a model is models--owner--name/snapshots/commit.
+    return model.parent.parent.name if model.parent.name == "snapshots" else model.name
 
 
 def _shards(index: Path) -> tuple[Path, ...]:
@@ -228,32 +239,28 @@ def _not_safetensors(path: Path, start: bytes, size: int) -> CheckpointError:
     )
 
 
-def _own_keys(path: Path, entries: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """Key without prefix → key in the file, and notes of what an all-in-one file holds beside the transformer."""
+def _own_tensors(path: Path, entries: Mapping[str, Entry]) -> tuple[dict[str, Entry], list[str]]:
+    """Key without prefix → tensor, and notes of what an all-in-one file holds beside the transformer."""
     for prefix in PREFIXES:
-        inside = {key.removeprefix(prefix): key for key in entries if key.startswith(prefix)}
+        inside = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
         if inside:
-            outside = [key for key in entries if not key.startswith(prefix)]
-            companions = [key for key in outside if key.startswith(COMPANIONS)]
+            outside = {key: entry for key, entry in entries.items() if not key.startswith(prefix)}
             # Anything else is neither transformer nor companion: it is kept, and will be found unexpected.
-            strangers = {key: key for key in outside if key not in set(companions)}
+            strangers = {key: entry for key, entry in outside.items() if not key.startswith(COMPANIONS)}
             twice = sorted(inside.keys() & strangers.keys())
             if twice:
                 raise UnexpectedKeysError(f"{path.name} has keys both with and without {prefix!r}: {some(twice)}")
-            notes = [f"left aside {len(companions)} tensors of the VAE and text encoder"] if companions else []
+            aside = len(outside) - len(strangers)
+            notes = [f"left aside {aside} tensors of the VAE and text encoder"] if aside else []
             return {**inside, **strangers}, notes
-    return {key: key for key in entries}, []
+    return dict(entries), []
 
 
-def _is_auxiliary(key: str) -> bool:
-    return key.rpartition(".")[2] in (*WEIGHT_SCALES, *ACTIVATION_SCALES, "comfy_quant", "scaled_fp8")
-
-
-def _by_official_name(path: Path, family: Family, keys: Mapping[str, str]) -> dict[str, dict[int | None, str]]:
+def _by_official_name(path: Path, family: Family, keys: Iterable[str]) -> dict[str, dict[int | None, str]]:
     """Official name → member of a fused parameter (None where it is stored whole) → key."""
     found: dict[str, dict[int | None, str]] = {}
     for key in keys:
-        if not _is_auxiliary(key):
+        if not is_auxiliary(key):
             name, member = family.official_name(key)
             members = found.setdefault(name, {})
             if member in members:
@@ -262,7 +269,7 @@ def _by_official_name(path: Path, family: Family, keys: Mapping[str, str]) -> di
     return found
 
 
-def _family(path: Path, keys: Mapping[str, str]) -> Family:
+def _family(path: Path, keys: Collection[str]) -> Family:
     for family in FAMILIES.values():
         if any(family.official_name(key)[0] == family.marker for key in keys):
             return family
@@ -341,69 +348,58 @@ def _same_table(found: Shape, wanted: Shape) -> bool:
     )
 
 
-def _format_markers(
-    path: Path, keys: Mapping[str, str], entries: Mapping[str, Entry], metadata: Mapping[str, str]
-) -> dict[str, str]:
-    """Layer → quantisation format, from every marker that the file has; `scaled_fp8` marks the whole file as ''."""
-    markers: dict[str, str] = {}
+def _stored_weights(path: Path, tensors: Mapping[str, Entry], metadata: Mapping[str, str]) -> dict[str, StoredWeight]:
+    """Key of each parameter → how it is stored. Everything beside the weights belongs to one of them."""
+    with OpenFiles() as files:
+        marks = _marks(path, tensors, metadata, files)
+        weights = [key for key in tensors if not is_auxiliary(key)]
+        unknown = {marks[name]["format"] for key in weights if (name := key.rpartition(".")[0]) in marks}
+        unknown -= set(COMFY_FORMATS)
+        if unknown:
+            raise UnreadableFormatError(
+                f"{path.name} is quantised as {some(sorted(map(str, unknown)))}, which cannot be read; {WAY_OUT}"
+            )
+        stores_scales = bool(marks) or any(key.rpartition(".")[2] in (*Plain.SCALES, "scaled_fp8") for key in tensors)
+        stored = {}
+        used: set[str] = set()
+        for key in weights:
+            layer = Layer(path.name, key, tensors)
+            stored[key] = understand(layer, marks.get(layer.name), stores_scales, files.read)
+            used |= layer.used
+    idle = [key for key in tensors if is_auxiliary(key) and key.rpartition(".")[2] not in IGNORED and key not in used]
+    if idle:
+        raise UnexpectedKeysError(f"{path.name} has scales that belong to no weight: {some(sorted(idle))}")
+    return stored
+
+
+def _marks(
+    path: Path, tensors: Mapping[str, Entry], metadata: Mapping[str, str], files: OpenFiles
+) -> dict[str, dict[str, Any]]:
+    """Layer → ComfyUI's settings for it, of which `format` is one; the tensor wins over the header."""
+    marks: dict[str, dict[str, Any]] = {}
     if "_quantization_metadata" in metadata:
         try:
-            layers = json.loads(metadata["_quantization_metadata"])["layers"]
-            formats = {layer: settings["format"] for layer, settings in layers.items()}
+            for layer, settings in json.loads(metadata["_quantization_metadata"])["layers"].items():
+                short = next((layer.removeprefix(prefix) for prefix in PREFIXES if layer.startswith(prefix)), layer)
+                marks[short] = {**settings, "format": settings["format"]}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UnreadableFormatError(f"{path.name}: _quantization_metadata in its header is damaged") from error
-        for layer, format in formats.items():
-            short = next((layer.removeprefix(prefix) for prefix in PREFIXES if layer.startswith(prefix)), layer)
-            markers[short] = format
-    for key in (key for key in keys if key.endswith(".comfy_quant")):
-        with safe_open(entries[keys[key]].file, framework="pt") as file:
-            try:
-                markers[key.removesuffix(".comfy_quant")] = json.loads(_bytes(file, keys[key]))["format"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise UnreadableFormatError(f"{path.name}: {keys[key]} is damaged") from error
-    if "scaled_fp8" in keys:
-        markers[""] = "float8_e4m3fn"
-    unreadable = {format for format in markers.values() if format not in FLOAT8.values()}
-    if unreadable:
-        raise UnreadableFormatError(
-            f"{path.name} is quantised as {some(sorted(unreadable))}, which cannot be read yet; "
-            "use the bf16 file or ComfyUI's fp8 file"
-        )
-    return markers
+    for key in (key for key in tensors if key.endswith(".comfy_quant")):
+        try:
+            settings = json.loads(as_bytes(files.read(tensors[key])))
+            marks[key.removesuffix(".comfy_quant")] = {**settings, "format": settings["format"]}
+        except (ValueError, KeyError, TypeError) as error:
+            raise UnreadableFormatError(f"{path.name}: {tensors[key].key} is damaged") from error
+    return marks
 
 
-def _part(
-    path: Path,
-    key: str,
-    keys: Mapping[str, str],
-    entries: Mapping[str, Entry],
-    stores_scales: bool,
-) -> Part:
-    file, dtype, shape = entries[keys[key]]
-    layer = key.rpartition(".")[0]
-    scales = [keys[f"{layer}.{suffix}"] for suffix in WEIGHT_SCALES if f"{layer}.{suffix}" in keys]
-    if not key.endswith(".weight"):
-        scales = []
-    if dtype in FLOAT8:
-        if not scales and stores_scales:
-            raise UnreadableFormatError(
-                f"{path.name}: {key} is fp8 in a file that stores scales, but its own scale is not there; "
-                "reading it without would train on wrong weights"
-            )
-    elif dtype not in DENSE:
-        raise UnreadableFormatError(f"{path.name}: {key} is stored as {dtype}, which cannot be read; use the bf16 file")
-    if not scales:
-        return Part(file, keys[key])
-    scale_file, _, scale_shape = entries[scales[0]]
-    if torch.Size(scale_shape).numel() not in (1, shape[0]):
-        raise UnreadableFormatError(
-            f"{path.name}: the scale of {key} is {list(scale_shape)}; wanted one number or one per row of {list(shape)}"
-        )
-    return Part(file, keys[key], scale_file, scales[0])
+def _member_shape(shape: Shape, members: int) -> Shape:
+    """Shape of one of the members that make up a parameter, one below the other."""
+    return shape if members == 1 else (shape[0] // members, *shape[1:])
 
 
-def _bytes(file: Any, key: str) -> bytes:
-    return bytes(file.get_tensor(key).flatten().tolist())
+def _decode(files: OpenFiles, weight: StoredWeight, shape: Shape) -> Tensor:
+    return weight.decode(files.read, shape)
 
 
 def _try_to_open(path: Path) -> None:
@@ -413,11 +409,3 @@ def _try_to_open(path: Path) -> None:
             pass
     except SafetensorError as error:
         raise NotAModelFileError(f"{path.name} is damaged ({error}); download it again") from error
-
-
-def _scaled(open_files: Mapping[Path, Any], part: Part) -> Tensor:
-    tensor = open_files[part.file].get_tensor(part.key)
-    if part.scale_file is None:
-        return tensor.float() if tensor.dtype.itemsize == 1 else tensor
-    scale = open_files[part.scale_file].get_tensor(part.scale_key).float()
-    return tensor.to(torch.float32, copy=True).mul_(scale.reshape(()) if scale.numel() == 1 else scale.reshape(-1, 1))

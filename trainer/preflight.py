@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from . import adapters, disk, modes, plan, probes, state
-from .checkpoints import ModelFile, open_model_file
+from .checkpoints import ModelFile, open_model_file, telling_name
 from .devices import Device, host_memory, read_device
 from .errors import DatasetError, GraftError, SettingsError
 from .pictures import CaptionedPicture, read_folder
@@ -248,10 +248,11 @@ def _variant(subject: _Subject) -> str:
 
 
 def check_variant(file: ModelFile, allow_distilled: bool) -> None:
-    """A distilled variant has the same keys as the base: only the file's name can tell."""
-    if re.search(file.family.distilled, file.path.name, re.IGNORECASE) and not allow_distilled:
+    """A distilled variant has the same keys as the base: only the file's name can tell, or its diffusers folder's."""
+    name = telling_name(file.path)
+    if re.search(file.family.distilled, name, re.IGNORECASE) and not allow_distilled:
         raise SettingsError(
-            f"{file.path.name} looks like a distilled variant of {file.family.title}, on which training undoes the "
+            f"{name} looks like a distilled variant of {file.family.title}, on which training undoes the "
             "distillation: train on the base model's file, or set [model] allow_distilled = true"
         )
 

@@ -170,9 +170,9 @@ def test_a_scale_on_an_unquantised_weight_is_applied_too(tmp_path):
 
 
 def test_another_quantisation_is_refused_by_name(tmp_path):
-    state, _ = scaled_fp8(tiny.build("krea2"), False, marker="nvfp4")
+    state, _ = scaled_fp8(tiny.build("krea2"), False, marker="convrot_w4a4")
     save_file(state, tmp_path / "a.safetensors")
-    with pytest.raises(UnreadableFormatError, match=r"quantised as nvfp4.*use the bf16 file"):
+    with pytest.raises(UnreadableFormatError, match=r"quantised as convrot_w4a4.*use the bf16 file"):
         open_model_file(tmp_path / "a.safetensors")
 
 
@@ -186,8 +186,13 @@ def test_int8_data_without_any_marker_is_refused(tmp_path):
 def test_reads_one_tensor_at_a_time(tmp_path, monkeypatch):
     path = tiny.write(tiny.build("krea2"), tmp_path / "base.safetensors")
     asked = []
-    original = checkpoints._scaled
-    monkeypatch.setattr(checkpoints, "_scaled", lambda files, part: asked.append(part.key) or original(files, part))
+    original = checkpoints._decode
+
+    def spy(files, weight, shape):
+        asked.append(weight.entry.key)
+        return original(files, weight, shape)
+
+    monkeypatch.setattr(checkpoints, "_decode", spy)
     stream = open_model_file(path).tensors()
     assert asked == []
     name, _ = next(stream)
@@ -365,16 +370,16 @@ def test_a_norm_without_a_shape(tmp_path):
 def test_loading_holds_one_tensor_of_the_file_at_a_time(tmp_path, monkeypatch):
     path = tiny.write(tiny.build("krea2"), tmp_path / "base.safetensors", torch.bfloat16)
     alive, most = [], 0
-    original = checkpoints._scaled
+    original = checkpoints._decode
 
-    def spy(file, part):
+    def spy(files, weight, shape):
         nonlocal most
-        tensor = original(file, part)
+        tensor = original(files, weight, shape)
         alive.append(weakref.ref(tensor))
         most = max(most, sum(reference() is not None for reference in alive))
         return tensor
 
-    monkeypatch.setattr(checkpoints, "_scaled", spy)
+    monkeypatch.setattr(checkpoints, "_decode", spy)
     load_base(path, "int8", "fp32")
     # The tensor being read, and the one before it, which the loop's own variable still names.
     assert len(alive) > 50
@@ -442,12 +447,18 @@ def test_shards_that_are_not_there_or_overlap_and_a_damaged_index(tmp_path):
         open_model_file(tmp_path / "model")
 
 
-@pytest.mark.parametrize("folder", [True, False])
-def test_the_unconditional_transformer_is_refused_by_name(tmp_path, folder):
-    path = tmp_path / ("unconditional_transformer" if folder else "ideogram4_unconditional.safetensors")
-    if folder:
-        path.mkdir()
-    tiny.write(tiny.build("ideogram4"), path / "a.safetensors" if folder else path)
+@pytest.mark.parametrize(
+    ("given", "file"),
+    [
+        ("ideogram4_unconditional.safetensors", "ideogram4_unconditional.safetensors"),
+        ("unconditional_transformer", "unconditional_transformer/a.safetensors"),
+        ("unconditional_transformer/a.safetensors", "unconditional_transformer/a.safetensors"),
+    ],
+)
+def test_the_unconditional_transformer_is_refused_by_name(tmp_path, given, file):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    tiny.write(tiny.build("ideogram4"), tmp_path / file)
+    path = tmp_path / given
     with pytest.raises(WrongModelError, match="unconditional transformer of a pair"):
         open_model_file(path)
 

@@ -15,6 +15,7 @@ from graft_lora.examples.demo_parts import base_path, encoders
 from graft_lora.trainer import disk, probes
 from graft_lora.trainer import run as run_module
 from graft_lora.trainer.adapters import LoraSettings
+from graft_lora.trainer.checkpoints import telling_name
 from graft_lora.trainer.errors import DatasetError, GraftError, SettingsError
 from graft_lora.trainer.families import FAMILIES
 from graft_lora.trainer.preflight import check, verdicts
@@ -26,6 +27,7 @@ from PIL import Image
 NAMES = [
     "dataset settings", "base", "output folder", "encoded folder", "device", "compute dtype", "model file", "variant",
     "family", "targets", "caption dropout", "dataset", "precision", "optimizer", "conditioning width", "disk space",
+    "memory",
 ]  # fmt: skip
 KREA2 = FAMILIES["krea2"]
 
@@ -100,6 +102,7 @@ def test_checks_that_cannot_be_made_say_what_stands_in_their_way(tmp_path, setti
         "optimizer": f"{reason}device",
         "conditioning width": f"{reason}model file",
         "disk space": f"{reason}targets, dataset, conditioning width",
+        "memory": f"{reason}targets, dataset, precision, conditioning width",
     }
 
 
@@ -254,16 +257,22 @@ def test_unsloth_6843_a_distilled_variant_needs_a_confirmation(tmp_path):
     (tmp_path / "cache").mkdir()
     sample = Sample("a", "a", torch.randn(tiny.LATENTS["krea2"]), torch.randn(2, tiny.WIDTHS["krea2"]))
     write_sample(tmp_path / "cache", sample, FAMILIES["krea2"])
-    for name, refused in (("Krea2-Turbo-bf16", True), ("krea2_raw", False)):
-        path = tiny.write(tiny.build("krea2"), tmp_path / f"{name}.safetensors")
+    for place, name in (
+        ("Krea2-Turbo-bf16.safetensors", "Krea2-Turbo-bf16.safetensors"),
+        ("Krea-2-Turbo/transformer/diffusion_pytorch_model.safetensors", "Krea-2-Turbo"),
+        ("krea2_raw.safetensors", None),
+        ("Krea-2-Raw/transformer/diffusion_pytorch_model.safetensors", None),
+    ):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        path = tiny.write(tiny.build("krea2"), tmp_path / place)
         model = ModelSettings(str(path), compute_dtype="fp32", device="cpu")
         settings = RunSettings(
             str(tmp_path / "out"), model=model, dataset=DatasetSettings(cache=str(tmp_path / "cache"))
         )
-        if not refused:
+        if name is None:
             check(settings, None)
             continue
-        with pytest.raises(SettingsError, match=f"{name}.safetensors looks like a distilled variant of Krea 2"):
+        with pytest.raises(SettingsError, match=f"{name} looks like a distilled variant of Krea 2"):
             check(settings, None)
         model = dataclasses.replace(model, allow_distilled=True)
         check(dataclasses.replace(settings, model=model), None)
@@ -288,3 +297,12 @@ def test_a_cache_of_samples_is_read_by_the_checks_and_needs_no_encoded_folder(tm
     said = {verdict.name: verdict.message for verdict in verdicts(settings, None)}
     assert said["encoded folder"] == "none is needed"
     assert "encoded tensors" not in said["disk space"]
+
+
+@pytest.mark.parametrize("path", ["turbo", "turbo/transformer", "turbo/transformer/x.safetensors"])
+def test_a_model_is_known_by_its_diffusers_folder(tmp_path, path):
+    (tmp_path / "turbo" / "transformer").mkdir(parents=True)
+    assert telling_name(tmp_path / path) == "turbo"
+    assert telling_name(tmp_path / "turbo" / "x.safetensors") == "x.safetensors"
+    cached = tmp_path / "models--krea--turbo" / "snapshots" / "0a1b2c"
+    assert telling_name(cached) == telling_name(cached / "transformer") == "models--krea--turbo"
