@@ -40,7 +40,7 @@ def test_comfyui_layout_has_official_names_and_fp32_alpha():
     }
 
 
-@pytest.mark.parametrize("key", ["transformer.x.lora_A.weight", "diffusion_model.x.dora_scale", "x.lora_down.weight"])
+@pytest.mark.parametrize("key", ["transformer.x.lora_A.weight", "diffusion_model.x.magnitude", "x.lora_down.weight"])
 def test_a_key_that_is_not_understood_is_an_error(key):
     with pytest.raises(ValueError, match="is not a key of ComfyUI's LoRA layout"):
         read_comfyui({key: torch.zeros(1)})
