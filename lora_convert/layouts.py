@@ -76,8 +76,8 @@ def _module(name: str, parts: dict[str, Tensor]) -> LoraModule | LokrModule:
     if w1 is not None and w2 is not None and set(parts) == {".alpha"}:
         return LokrModule(w1, w2, parts[".alpha"].item(), magnitude_over_base=magnitude)
     raise ValueError(
-        f"{name} has only {there}; wanted lora_down, lora_up and alpha, or lokr_w1, lokr_w2 (or _a and _b of either) and "
-        "alpha"
+        f"{name} has only {there}; wanted lora_down, lora_up and alpha, or lokr_w1, lokr_w2 (or _a and _b of either) "
+        "and alpha"
     )
 
 
