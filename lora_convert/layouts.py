@@ -22,9 +22,11 @@ _LOKR = (".lokr_w1", ".lokr_w1_a", ".lokr_w1_b", ".lokr_w2", ".lokr_w2_a", ".lok
 def write_comfyui(modules: Canonical, family: str) -> dict[str, Tensor]:
     """ComfyUI's own form: official names, the factors as they are, and an fp32 `alpha` per module.
 
-    A DoRA has an fp32 `dora_scale` (out, 1) besides: with one dimension ComfyUI would spread it over the columns of a
-    square weight. It is the magnitude that ComfyUI's own formula, which divides by ‖W‖ where the paper divides by
-    ‖W + dW‖, makes the trained weight of. A reader with the paper's formula would want the other one.
+    A DoRA has an fp32 `dora_scale` (out, 1) besides; with one dimension ComfyUI would spread it over the columns of a
+    square weight. ComfyUI 0.33 computes dora_scale · (W + dW) / (‖W‖ + eps), the paper has ‖W + dW‖ there: so what is
+    written is the magnitude times ‖W‖ / ‖W + dW‖, from which ComfyUI makes the trained weight, up to its eps (1e-7 in
+    fp32, 1e-3 in fp16, 8e-3 in bf16, by the dtype that it merges in) and for the same base. LyCORIS and OneTrainer,
+    which compute as the paper, would want the magnitude itself; ComfyUI's bypass loader takes neither.
 
     Raises:
         ValueError: a DoRA whose magnitude over the base's norm is not known.
