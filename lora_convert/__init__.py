@@ -1,13 +1,16 @@
 """LoRA files of Krea 2 and Ideogram 4. Needs torch and safetensors only."""
 
-from .canonical import Canonical, LoraModule
+from .canonical import Canonical, Change, LokrModule, LoraModule
 from .files import atomic_file, read_state, write_state
-from .layouts import read_comfyui, write_comfyui, write_diffusers
+from .layouts import FP32_PARTS, read_comfyui, write_comfyui, write_diffusers
 from .tables import TABLES, Table
 
 __all__ = [
+    "FP32_PARTS",
     "TABLES",
     "Canonical",
+    "Change",
+    "LokrModule",
     "LoraModule",
     "Table",
     "atomic_file",

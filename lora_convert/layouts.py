@@ -7,65 +7,117 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .canonical import Canonical, LoraModule
+from .canonical import Canonical, Factor, LokrModule, LoraModule
 from .tables import TABLES
 
 PREFIX_COMFYUI = "diffusion_model."
 PREFIX_DIFFUSERS = "transformer."
+FP32_PARTS = (".alpha", ".dora_scale")
+"""Keys of ComfyUI's layout that stay in fp32 whatever the dtype of the file."""
+
+_LORA = (".lora_down.weight", ".lora_up.weight")
+_LOKR = (".lokr_w1", ".lokr_w1_a", ".lokr_w1_b", ".lokr_w2", ".lokr_w2_a", ".lokr_w2_b")
 
 
 def write_comfyui(modules: Canonical, family: str) -> dict[str, Tensor]:
-    """ComfyUI's own form: official names, `lora_down`, `lora_up` as they are, and an fp32 `alpha` per module."""
+    """ComfyUI's own form: official names, the factors as they are, and an fp32 `alpha` per module.
+
+    A DoRA has an fp32 `dora_scale` (out, 1) besides; with one dimension ComfyUI would spread it over the columns of a
+    square weight. ComfyUI 0.33 computes dora_scale · (W + dW) / (‖W‖ + eps), the paper has ‖W + dW‖ there: so what is
+    written is the magnitude times ‖W‖ / ‖W + dW‖, from which ComfyUI makes the trained weight, up to its eps (1e-7 in
+    fp32, 1e-3 in fp16, 8e-3 in bf16, by the dtype that it merges in) and for the same base. LyCORIS and OneTrainer,
+    which compute as the paper, would want the magnitude itself; ComfyUI's bypass loader takes neither.
+
+    Raises:
+        ValueError: a DoRA whose magnitude over the base's norm is not known.
+    """
     state: dict[str, Tensor] = {}
     for name, module in modules.items():
         stem = PREFIX_COMFYUI + name
-        state[f"{stem}.lora_down.weight"] = module.down.contiguous()
-        state[f"{stem}.lora_up.weight"] = module.up.contiguous()
+        if module.has_magnitude and module.magnitude_over_base is None:
+            raise ValueError(
+                f"{name} is a DoRA, which ComfyUI's layout holds relative to a base that is not known here"
+            )
+        for part, tensor in module.factors().items():
+            state[f"{stem}.{part}.weight" if part.startswith("lora_") else f"{stem}.{part}"] = tensor.contiguous()
         state[f"{stem}.alpha"] = torch.tensor(float(module.alpha))
+        if module.magnitude_over_base is not None:
+            state[f"{stem}.dora_scale"] = module.magnitude_over_base.float().reshape(-1, 1)
     return state
 
 
 def read_comfyui(state: Mapping[str, Tensor]) -> Canonical:
-    """Inverse of `write_comfyui`.
+    """Inverse of `write_comfyui`. A `dora_scale` is read as ComfyUI takes it: over the norm of the base's rows.
 
     Raises:
-        ValueError: a key of another layout, or a module of which a part is missing.
+        ValueError: a key of another layout, a module of which a part is missing, a `dora_scale` that is not (out, 1).
     """
     parts: dict[str, dict[str, Tensor]] = {}
     for key, tensor in state.items():
-        for suffix in (".lora_down.weight", ".lora_up.weight", ".alpha"):
+        for suffix in (*_LORA, *_LOKR, *FP32_PARTS):
             if key.startswith(PREFIX_COMFYUI) and key.endswith(suffix):
                 name = key.removeprefix(PREFIX_COMFYUI).removesuffix(suffix)
                 parts.setdefault(name, {})[suffix] = tensor
                 break
         else:
             raise ValueError(f"{key} is not a key of ComfyUI's LoRA layout")
-    modules: Canonical = {}
-    for name, found in parts.items():
-        if len(found) != 3:
-            raise ValueError(f"{name} has only {', '.join(sorted(found))}; wanted lora_down, lora_up and alpha")
-        down, up, alpha = found[".lora_down.weight"], found[".lora_up.weight"], found[".alpha"]
-        modules[name] = LoraModule(down, up, alpha.item())
-    return modules
+    return {name: _module(name, found) for name, found in parts.items()}
+
+
+def _module(name: str, parts: dict[str, Tensor]) -> LoraModule | LokrModule:
+    there = ", ".join(sorted(part.lstrip(".") for part in parts))
+    magnitude = parts.pop(".dora_scale", None)
+    if magnitude is not None:
+        if magnitude.ndim != 2 or magnitude.shape[1] != 1:
+            raise ValueError(f"{name} has a dora_scale of {list(magnitude.shape)}; wanted (out, 1)")
+        magnitude = magnitude[:, 0]
+    if set(parts) == {*_LORA, ".alpha"}:
+        down, up, alpha = (parts[part] for part in (*_LORA, ".alpha"))
+        return LoraModule(down, up, alpha.item(), magnitude_over_base=magnitude)
+    w1, w2 = (_factor(parts, part) for part in (".lokr_w1", ".lokr_w2"))
+    if w1 is not None and w2 is not None and set(parts) == {".alpha"}:
+        return LokrModule(w1, w2, parts[".alpha"].item(), magnitude_over_base=magnitude)
+    raise ValueError(
+        f"{name} has only {there}; wanted lora_down, lora_up and alpha, or lokr_w1, lokr_w2 (or _a and _b of either) "
+        "and alpha"
+    )
+
+
+def _factor(parts: dict[str, Tensor], name: str) -> Factor | None:
+    """Takes a whole factor, or both parts of a decomposed one, out of the parts; None where neither is there."""
+    if name in parts:
+        return parts.pop(name)
+    if f"{name}_a" in parts and f"{name}_b" in parts:
+        return parts.pop(f"{name}_a"), parts.pop(f"{name}_b")
+    return None
 
 
 def write_diffusers(modules: Canonical, family: str) -> dict[str, Tensor]:
     """What diffusers' loaders take: its names, q, k and v split, the scale folded into B, no alpha.
 
+    A DoRA has a `lora_magnitude_vector` (out,) besides; there the paper's formula holds.
+
     Raises:
-        ValueError: a module that diffusers has no name for.
+        ValueError: a module that diffusers has no name for or cannot load, or a DoRA of which only the magnitude over
+            the base's norm is known.
     """
     table = TABLES[family]
     state: dict[str, Tensor] = {}
     for name, module in modules.items():
+        if isinstance(module, LokrModule):
+            raise ValueError(f"{name} is a LoKr, which diffusers cannot load; write ComfyUI's layout instead")
+        if module.has_magnitude and module.magnitude is None:
+            raise ValueError(f"{name} is a DoRA in ComfyUI's terms; diffusers' need a base that is not known here")
         try:
             members = table.to_diffusers(name)
         except KeyError:
             raise ValueError(f"{name}: diffusers' {family} has no such module") from None
         # One member is the module itself; several are its rows, cut evenly.
-        for member, rows in zip(members, module.up.chunk(len(members)), strict=True):
+        for index, (member, rows) in enumerate(zip(members, module.up.chunk(len(members)), strict=True)):
             stem = PREFIX_DIFFUSERS + member
             # Copies, since safetensors refuses two keys that share storage.
             state[f"{stem}.lora_A.weight"] = module.down.clone()
             state[f"{stem}.lora_B.weight"] = (rows.float() * module.scale).to(rows.dtype).contiguous()
+            if module.magnitude is not None:
+                state[f"{stem}.lora_magnitude_vector"] = module.magnitude.chunk(len(members))[index].clone()
     return state

@@ -12,13 +12,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from ..lora_convert import Canonical, LoraModule
+from ..lora_convert import Canonical
+from .adapter_layers import KINDS, AdapterConfig, LoraLinear, lokr_shapes
 from .errors import SettingsError, some
 from .families import Family
 from .quantization import described_weights
@@ -26,7 +26,6 @@ from .quiet import quiet_torchao
 
 with quiet_torchao():
     import peft
-    from peft.tuners.lora import Linear as PeftLinear
 
 
 @dataclass(frozen=True)
@@ -34,10 +33,16 @@ class LoraSettings:
     """What an adapter is.
 
     Attributes:
-        rank: rows of A and columns of B.
-        alpha: strength; the change is alpha / rank · B · A.
+        kind: `lora`; `dora`, which trains the length of every output row apart from its direction (arXiv 2402.09353);
+            or `lokr`, a Kronecker product of two factors (LyCORIS, arXiv 2309.14859), which diffusers cannot load.
+        rank: rows of A and columns of B. In LoKr the first factor is whole and the second has this rank, or is whole
+            too where the rank is at least half its longer side: a rank of 4096 makes it whole everywhere.
+        alpha: strength; the change is alpha / rank · B · A. A LoKr of whole factors has no alpha in any reader, so
+            there it must equal the rank.
         rslora: divide alpha by the square root of the rank instead, so that high ranks are not held back (arXiv
-            2312.03732). In the file alpha is scaled up to match, since readers divide by the rank.
+            2312.03732). In the file alpha is scaled up to match, since readers divide by the rank. Not with LoKr.
+        factor: of LoKr alone: both sides of a weight are cut into this many parts, where it divides them, else into the
+            next lower divisor; -1 for that below the root of the side. The lower, the larger the adapter.
         targets: a preset of the family (`attention`, `attention+mlp`, `all`) or a regular expression that must match
             an official module name whole.
         blocks: which transformer blocks, such as `all`, `0-13` or `0,4,8-11`; modules outside the blocks are left out
@@ -45,14 +50,24 @@ class LoraSettings:
         dropout: share of the adapter's inputs that is zeroed in training.
     """
 
+    kind: str = "lora"
     rank: int = 32
     alpha: float = 32.0
     rslora: bool = False
+    factor: int = -1
     targets: str = "attention+mlp"
     blocks: str = "all"
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise SettingsError(f"kind {self.kind!r} is not known; choose one of {', '.join(KINDS)}")
+        if self.kind == "lokr" and self.rslora:
+            raise SettingsError("rslora cannot be used with kind lokr, whose factors are mostly whole; leave it off")
+        if self.factor != -1 and self.kind != "lokr":
+            raise SettingsError(f"factor is {self.factor}, which belongs to kind lokr; kind is {self.kind}")
+        if self.factor != -1 and self.factor < 1:
+            raise SettingsError(f"factor is {self.factor}; wanted a positive number, or -1 to have it chosen")
         if not 1 <= self.rank <= 4096:
             raise SettingsError(f"rank is {self.rank}; wanted 1 to 4096, 16 or 32 being usual")
         if not self.alpha > 0:
@@ -72,7 +87,8 @@ def resolve_targets(family: Family, linears: dict[str, nn.Linear], settings: Lor
     """Official names of the Linears that the settings choose, in the model's order.
 
     Raises:
-        SettingsError: a range that cannot be read, or a choice that matches nothing.
+        SettingsError: a range that cannot be read, a choice that matches nothing, or a LoKr whose alpha would have no
+            effect on some of the modules.
     """
     pattern = family.presets.get(settings.targets, settings.targets)
     try:
@@ -93,7 +109,18 @@ def resolve_targets(family: Family, linears: dict[str, nn.Linear], settings: Lor
         chosen = [name for name in chosen if numbers[name] in wanted]
         if not chosen:
             raise SettingsError(f"targets {settings.targets!r} matches nothing in the blocks {settings.blocks!r}")
+    if settings.kind == "lokr" and settings.alpha != settings.rank:
+        whole = [name for name in chosen if _is_whole(linears[name], settings)]
+        if whole:
+            raise SettingsError(
+                f"alpha is {settings.alpha:g} and rank {settings.rank}, but {len(whole)} of {len(chosen)} modules get "
+                f"whole LoKr factors, which no reader scales: {some(whole)}; make alpha {settings.rank}"
+            )
     return chosen
+
+
+def _is_whole(linear: nn.Linear, settings: LoraSettings) -> bool:
+    return lokr_shapes(linear.out_features, linear.in_features, settings.rank, settings.factor)[2]
 
 
 def _block_range(text: str) -> set[int]:
@@ -107,30 +134,6 @@ def _block_range(text: str) -> set[int]:
     return numbers
 
 
-class LoraLinear(PeftLinear):
-    """PEFT's LoRA layer with fp32 (or any) master weights that computes in the base's compute dtype, without autocast.
-
-    The sum has the dtype of the base's output, so an fp32 adapter on k alone cannot make k differ from q.
-    """
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        result = self.base_layer(x, *args, **kwargs)
-        if self.disable_adapters:
-            return result
-        for name in self.active_adapters:
-            if name in self.lora_A:
-                result = result + self._change(name, x).to(result.dtype)
-        return result
-
-    def _change(self, name: str, x: Tensor) -> Tensor:
-        down = self.lora_A[name].weight.to(x.dtype)
-        up = self.lora_B[name].weight.to(x.dtype)
-        return self.scaling[name] * F.linear(F.linear(self.lora_dropout[name](x), down), up)
-
-    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        """Keeps PEFT from casting the master weights to the base's dtype."""
-
-
 def inject(
     model: nn.Module,
     name: str,
@@ -139,7 +142,7 @@ def inject(
     generator: torch.Generator,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Adds a named adapter whose change is zero: A drawn from the generator as PEFT does (Kaiming uniform), B zero.
+    """Adds a named adapter whose change is zero: one factor is zero, the others are drawn from the generator.
 
     The adapter is neither active nor trainable until `active` says so.
 
@@ -157,7 +160,9 @@ def inject(
     if name in adapter_names(model):
         raise SettingsError(f"an adapter named {name!r} is on this base already; choose another name")
     before = _state(model)
-    config = peft.LoraConfig(
+    config = AdapterConfig(
+        kind=settings.kind,
+        factor=settings.factor,
         r=settings.rank,
         lora_alpha=settings.alpha,  # PEFT takes any number and only divides it
         lora_dropout=settings.dropout,
@@ -177,14 +182,9 @@ def inject(
         raise RuntimeError(f"PEFT adapted {len(layers)} modules where {len(targets)} were chosen")
     # That of the norms: a Linear's own weight may be on the CPU while its block computes elsewhere.
     device = next(model.parameters()).device
-    with torch.no_grad():
+    with torch.inference_mode(False):
         for layer in layers.values():
-            for part in (layer.lora_A[name], layer.lora_B[name]):
-                part.to(device, dtype)
-            initial = torch.empty(layer.lora_A[name].weight.shape)
-            bound = 1 / math.sqrt(initial.shape[1])  # kaiming_uniform with a = sqrt(5)
-            layer.lora_A[name].weight.copy_(initial.uniform_(-bound, bound, generator=generator))
-            layer.lora_B[name].weight.zero_()
+            layer.start(name, generator, device, dtype)
     for layer in layers.values():
         layer.set_adapter([], inference_mode=True)
         layer.lora_dropout[name].eval()
@@ -203,17 +203,17 @@ def _layers(model: nn.Module) -> dict[str, LoraLinear]:
 
 def adapted(model: nn.Module, name: str) -> dict[str, LoraLinear]:
     """Official module name → the layer that carries the adapter."""
-    return {module: layer for module, layer in _layers(model).items() if name in layer.lora_A}
+    return {module: layer for module, layer in _layers(model).items() if name in layer.names}
 
 
 def adapter_names(model: nn.Module) -> list[str]:
     """Every adapter on the model, sorted."""
-    return sorted({name for layer in _layers(model).values() for name in layer.lora_A})
+    return sorted({name for layer in _layers(model).values() for name in layer.names})
 
 
 def parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
-    """The adapter's A and B, module by module."""
-    return [part.weight for layer in adapted(model, name).values() for part in (layer.lora_A[name], layer.lora_B[name])]
+    """The adapter's trained weights in a fixed order, module by module."""
+    return [weight for layer in adapted(model, name).values() for weight in layer.weights(name).values()]
 
 
 @contextmanager
@@ -231,7 +231,7 @@ def active(model: nn.Module, name: str | None, train: bool = False) -> Iterator[
     try:
         for layer in layers.values():
             layer._disable_adapters = name is None
-            layer._active_adapter = [name] if name is not None and name in layer.lora_A else []
+            layer._active_adapter = [name] if name in layer.names else []
         for parameter, _ in before.flags:
             parameter.requires_grad_(False)
         for dropout, _ in before.dropouts:
@@ -273,23 +273,22 @@ def _restore(state: _State) -> None:
 
 def to_canonical(model: nn.Module, name: str) -> Canonical:
     """The adapter's weights, copied to the CPU, by official module name."""
+    dtype = getattr(model, "compute_dtype", torch.float32)
     modules: Canonical = {}
     for module, layer in adapted(model, name).items():
-        # Not copied on the device, where there may be no room for it.
-        down, up = (part[name].weight.detach().to("cpu", copy=True) for part in (layer.lora_A, layer.lora_B))
-        settings = LoraSettings(layer.r[name], layer.lora_alpha[name], layer.use_rslora[name])
-        modules[module] = LoraModule(down, up, settings.file_alpha)
+        settings = LoraSettings("lora", layer.r[name], layer.lora_alpha[name], layer.use_rslora[name])
+        modules[module] = layer.canonical(name, settings.file_alpha, dtype)
     return modules
 
 
 def remove(model: nn.Module, name: str) -> None:
     """Takes the adapter off the base and frees its weights; layers without any adapter become plain Linears again."""
     for module, layer in list(_layers(model).items()):
-        if name in layer.lora_A:
+        if name in layer.names:
             # PEFT would activate and train another adapter in place of an active one that goes.
             layer._active_adapter = [other for other in layer.active_adapters if other != name]
             layer.delete_adapter(name)
-        if not layer.lora_A:
+        if not layer.names:
             owner, _, leaf = module.rpartition(".")
             setattr(model.get_submodule(owner), leaf, layer.base_layer)
     model.peft_config.pop(name, None)  # type: ignore[operator, union-attr]  # PEFT's note of what it injected

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..lora_convert import read_comfyui, read_state, write_comfyui, write_state
+from ..lora_convert import FP32_PARTS, LokrModule, LoraModule, read_comfyui, read_state, write_comfyui, write_state
 from . import adapters, attention, memory, optimizers
 from .adapters import LoraSettings
 from .base_model import Base
@@ -245,14 +245,11 @@ class TrainSession:
         with self.result():
             trained = adapters.to_canonical(self.base.model, self.name)
         state = write_comfyui(trained, self.base.family.name)
-        state = {key: tensor if key.endswith(".alpha") else tensor.to(dtype) for key, tensor in state.items()}
+        state = {key: tensor if key.endswith(FP32_PARTS) else tensor.to(dtype) for key, tensor in state.items()}
         write_state(path, state, self.metadata(), overwrite)
         kept = read_comfyui(read_state(path)[0])
         for name, module in trained.items():
-            same = kept[name].alpha == module.alpha and all(
-                torch.equal(a, b.to(dtype)) for a, b in ((kept[name].down, module.down), (kept[name].up, module.up))
-            )
-            if not same:
+            if not _same(kept.get(name), module, dtype):
                 raise TrainingError(f"{path}: {name} reads back differently from what was written; is the disk sound?")
 
     def metadata(self) -> dict[str, str]:
@@ -263,7 +260,7 @@ class TrainSession:
             "modelspec.sai_model_spec": "1.0.1",
             "modelspec.architecture": f"{family.name}/lora",
             "modelspec.title": self.name,
-            "ss_network_module": "networks.lora",
+            **_network(self.lora),
             "ss_network_dim": str(self.lora.rank),
             "ss_network_alpha": str(self.lora.file_alpha),
             "ss_steps": str(self.done),
@@ -274,6 +271,7 @@ class TrainSession:
                     "base": self.base.source.name,
                     "precision": self.base.precision,
                     "lora": asdict(self.lora),
+                    **({"dora_scale": "over the norm of W"} if self.lora.kind == "dora" else {}),
                     "train": asdict(self.train),
                 }
             ),
@@ -286,25 +284,48 @@ class TrainSession:
             TrainingError: the modules for which that does not hold.
         """
         layers = adapters.adapted(self.base.model, self.name)
-        parts = {
-            name: (layer.lora_A[self.name].weight, layer.lora_B[self.name].weight) for name, layer in layers.items()
-        }
-        broken = [name for name, weights in parts.items() if not all(w.isfinite().all() for w in weights)]
+        weights = {name: layer.weights(self.name).values() for name, layer in layers.items()}
+        broken = [name for name, parts in weights.items() if not all(part.isfinite().all() for part in parts)]
         if broken:
             raise TrainingError(
                 f"{len(broken)} modules have weights that are not finite: {some(broken)}; lower the learning rate"
             )
 
     def check_trained(self) -> None:
-        """After the run: every weight finite, every B changed from zero.
+        """After the run: every weight finite, and in every module the factor that was zero at the start changed.
 
         Raises:
             TrainingError: the modules for which that does not hold.
         """
         self.check_finite()
         layers = adapters.adapted(self.base.model, self.name)
-        untrained = [name for name, layer in layers.items() if not layer.lora_B[self.name].weight.any()]
+        untrained = [name for name, layer in layers.items() if not layer.zero_at_start(self.name).any()]
         if untrained:
             raise TrainingError(
                 f"{len(untrained)} of {len(layers)} modules learned nothing (B is still zero): {some(untrained)}"
             )
+
+
+def _network(lora: LoraSettings) -> dict[str, str]:
+    """What kohya's sd-scripts note of the adapter: LyCORIS and its arguments for what their own LoRA is not."""
+    arguments = {
+        "lora": {},
+        "dora": {"algo": "lora", "dora_wd": "True"},
+        "lokr": {"algo": "lokr", "factor": str(lora.factor)},
+    }[lora.kind]
+    if not arguments:
+        return {"ss_network_module": "networks.lora"}
+    return {"ss_network_module": "lycoris.kohya", "ss_network_args": json.dumps(arguments)}
+
+
+def _same(kept: LoraModule | LokrModule | None, trained: LoraModule | LokrModule, dtype: torch.dtype) -> bool:
+    """Whether what was read back is what was trained, in the dtypes of the file."""
+    if kept is None or type(kept) is not type(trained):
+        return False
+    found, wanted = kept.factors(), {part: tensor.to(dtype) for part, tensor in trained.factors().items()}
+    # The file holds alpha in fp32, which a root, as rsLoRA has it, is not exact in.
+    found["alpha"], wanted["alpha"] = torch.tensor(kept.alpha), torch.tensor(trained.alpha)
+    for parts, module in ((found, kept), (wanted, trained)):
+        if module.magnitude_over_base is not None:
+            parts["magnitude"] = module.magnitude_over_base
+    return found.keys() == wanted.keys() and all(torch.equal(found[part], wanted[part]) for part in wanted)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import tiny
 import torch
 from graft_lora.lora_convert import (
+    LokrModule,
     LoraModule,
     atomic_file,
     read_comfyui,
@@ -31,6 +33,122 @@ def test_the_change_is_alpha_over_rank_times_up_times_down():
     assert torch.allclose(m.delta(), 1.5 * (m.up @ m.down))
 
 
+def lokr(first=(2, 3), second=(4, 5), rank=(None, None), alpha=6.0, **magnitudes):
+    """A LoKr whose factors are whole, or of the given ranks."""
+    generator = torch.Generator().manual_seed(0)
+
+    def factor(rows, columns, rank):
+        if rank is None:
+            return torch.randn(rows, columns, generator=generator)
+        return torch.randn(rows, rank, generator=generator), torch.randn(rank, columns, generator=generator)
+
+    return LokrModule(factor(*first, rank[0]), factor(*second, rank[1]), alpha, **magnitudes)
+
+
+def test_a_kronecker_product_is_scaled_where_a_factor_is_decomposed():
+    """LyCORIS, ComfyUI and PEFT agree on no more than that: alpha of whole factors is written and not read."""
+    assert lokr().scale == 1.0
+    assert lokr(rank=(None, 2)).scale == 3.0
+    assert lokr(rank=(2, None)).scale == 3.0
+    assert lokr(rank=(1, 2)).scale == 3.0
+    whole, low = lokr(), lokr(rank=(1, 2))
+    assert torch.equal(whole.delta()[4:8, 5:10], whole.w1[1, 1] * whole.w2)
+    w1, w2 = low.w1[0] @ low.w1[1], low.w2[0] @ low.w2[1]
+    assert torch.allclose(low.delta()[4:8, 10:15], 3 * w1[1, 2] * w2, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["lora", "lokr"])
+def test_both_magnitudes_make_the_same_weight(kind):
+    """The paper divides by the norm of W + dW, ComfyUI by that of W."""
+    weight = torch.randn(8, 15)
+    change = module(8, 15) if kind == "lora" else lokr()
+    magnitude = torch.rand(8) + 0.5
+    changed = weight + change.delta()
+    wanted = magnitude[:, None] * changed / changed.norm(dim=1, keepdim=True)
+    over_base = magnitude * weight.norm(dim=1) / changed.norm(dim=1)
+    for magnitudes in ({"magnitude": magnitude}, {"magnitude_over_base": over_base}):
+        assert torch.allclose(replace(change, **magnitudes).merged(weight), wanted, atol=1e-5)
+    assert torch.equal(change.merged(weight), changed)
+
+
+@pytest.mark.parametrize("ranks", [(None, None), (None, 2), (2, None), (1, 2)])
+@pytest.mark.parametrize("over_base", [None, torch.rand(8)])
+def test_lokr_survives_comfyui_layout(ranks, over_base):
+    wanted = lokr(rank=ranks, magnitude_over_base=over_base)
+    state = write_comfyui({"blocks.0.attn.wq": wanted}, "krea2")
+    stem = "diffusion_model.blocks.0.attn.wq"
+    factors = {
+        f"{stem}.lokr_w{n}{part}"
+        for n, rank in zip("12", ranks, strict=True)
+        for part in ([""] if rank is None else ["_a", "_b"])
+    }
+    assert set(state) == factors | {f"{stem}.alpha"} | (set() if over_base is None else {f"{stem}.dora_scale"})
+    found = read_comfyui(state)["blocks.0.attn.wq"]
+    assert isinstance(found, LokrModule)
+    assert found.factors().keys() == wanted.factors().keys()
+    assert all(torch.equal(found.factors()[part], tensor) for part, tensor in wanted.factors().items())
+    assert found.alpha == 6.0
+    if over_base is not None:
+        assert torch.equal(found.magnitude_over_base, over_base)
+
+
+def test_dora_scale_is_a_column_in_fp32_over_the_norm_of_the_base():
+    """With one dimension ComfyUI would spread it over the columns of a square weight."""
+    over_base = torch.rand(8)
+    changed = replace(module(8, 8, dtype=torch.bfloat16), magnitude=torch.rand(8), magnitude_over_base=over_base)
+    state = write_comfyui({"blocks.0.attn.wq": changed}, "krea2")
+    scale = state["diffusion_model.blocks.0.attn.wq.dora_scale"]
+    assert scale.dtype == torch.float32
+    assert torch.equal(scale, over_base[:, None])
+    read = read_comfyui(state)["blocks.0.attn.wq"]
+    assert torch.equal(read.magnitude_over_base, over_base)
+    assert read.magnitude is None
+
+
+@pytest.mark.parametrize("shape", [(8,), (1, 8), ()])
+def test_a_dora_scale_of_another_axis_is_an_error(shape):
+    state = write_comfyui({"x": replace(module(8, 8), magnitude_over_base=torch.rand(8))}, "krea2")
+    state["diffusion_model.x.dora_scale"] = torch.ones(shape)
+    with pytest.raises(ValueError, match=r"x has a dora_scale of \[.*\]; wanted \(out, 1\)"):
+        read_comfyui(state)
+
+
+def test_a_magnitude_that_the_layout_cannot_hold_is_an_error():
+    with pytest.raises(ValueError, match="x is a DoRA, which ComfyUI's layout holds relative to a base"):
+        write_comfyui({"x": replace(module(8, 8), magnitude=torch.rand(8))}, "krea2")
+    with pytest.raises(ValueError, match=r"wq is a DoRA in ComfyUI's terms"):
+        write_diffusers({"blocks.0.attn.wq": replace(module(8, 8), magnitude_over_base=torch.rand(8))}, "krea2")
+
+
+def test_diffusers_cannot_load_lokr_and_is_not_given_one():
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn\.wq is a LoKr, which diffusers cannot load"):
+        write_diffusers({"blocks.0.attn.wq": lokr()}, "krea2")
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_diffusers_loads_the_trained_weight(family_name, kind):
+    """Through its own loader, q, k and v split where they are fused."""
+    model = tiny.build(family_name)
+    twin = tiny.diffusers_twin(family_name, model)
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    modules = {n: module(m.out_features, m.in_features, seed=i) for i, (n, m) in enumerate(linears.items())}
+    modules = {n: replace(m, down=0.02 * m.down) for n, m in modules.items()}
+    if kind == "dora":
+        modules = {
+            n: replace(m, magnitude=linears[n].weight.norm(dim=1) * (0.8 + 0.4 * torch.rand(linears[n].out_features)))
+            for n, m in modules.items()
+        }
+    twin.load_lora_adapter(write_diffusers(modules, family_name), prefix="transformer")
+    with torch.no_grad():
+        for name, linear in linears.items():
+            linear.weight.copy_(modules[name].merged(linear.weight))
+        arguments = tiny.inputs(family_name)
+        found = tiny.diffusers_velocity(family_name, twin, *arguments.values())
+        assert tiny.relative(found, model(**arguments)) < 1e-5
+        twin.disable_lora()
+        assert tiny.relative(tiny.diffusers_velocity(family_name, twin, *arguments.values()), found) > 0.01
+
+
 def test_comfyui_layout_has_official_names_and_fp32_alpha():
     state = write_comfyui({"blocks.0.attn.wq": module(8, 6, dtype=torch.bfloat16)}, "krea2")
     assert {k: v.dtype for k, v in state.items()} == {
@@ -40,16 +158,36 @@ def test_comfyui_layout_has_official_names_and_fp32_alpha():
     }
 
 
-@pytest.mark.parametrize("key", ["transformer.x.lora_A.weight", "diffusion_model.x.dora_scale", "x.lora_down.weight"])
+@pytest.mark.parametrize("key", ["transformer.x.lora_A.weight", "diffusion_model.x.lokr_t2", "x.lora_down.weight"])
 def test_a_key_that_is_not_understood_is_an_error(key):
     with pytest.raises(ValueError, match="is not a key of ComfyUI's LoRA layout"):
         read_comfyui({key: torch.zeros(1)})
 
 
-def test_a_module_without_all_its_parts_is_an_error():
-    state = write_comfyui({"blocks.0.attn.wq": module(8, 6)}, "krea2")
-    del state["diffusion_model.blocks.0.attn.wq.alpha"]
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("lora", "alpha"),
+        ("lora", "lora_up.weight"),
+        ("lokr", "alpha"),
+        ("lokr", "lokr_w1"),
+        ("lokr", "lokr_w2_a"),
+        ("lokr", "lokr_w2_b"),
+    ],
+)
+def test_a_module_without_all_its_parts_is_an_error(kind, part):
+    state = write_comfyui({"blocks.0.attn.wq": module(8, 6) if kind == "lora" else lokr(rank=(None, 2))}, "krea2")
+    del state[f"diffusion_model.blocks.0.attn.wq.{part}"]
     with pytest.raises(ValueError, match=r"blocks\.0\.attn\.wq has only .*wanted lora_down, lora_up and alpha"):
+        read_comfyui(state)
+
+
+def test_a_module_of_two_kinds_is_an_error():
+    state = write_comfyui({"x": lokr()}, "krea2") | write_comfyui({"x": module(8, 15)}, "krea2")
+    with pytest.raises(ValueError, match="x has only"):
+        read_comfyui(state)
+    state = write_comfyui({"x": lokr()}, "krea2") | write_comfyui({"x": lokr(rank=(None, 2))}, "krea2")
+    with pytest.raises(ValueError, match="x has only"):
         read_comfyui(state)
 
 

@@ -71,6 +71,11 @@ def test_parameters_at_rank_32_are_those_of_the_reference(name, count):
         ({"blocks": "5-2"}, "cannot be read"),
         ({"blocks": "first"}, "cannot be read"),
         ({"targets": "first", "blocks": "0-3"}, "matches nothing in the blocks"),
+        # No reader scales a LoKr of whole factors.
+        (
+            {"kind": "lokr", "alpha": 16.0, "targets": "all"},
+            r"alpha is 16 and rank 32, but \d+ of 264 modules get whole LoKr factors.*make alpha 32",
+        ),
     ],
 )
 def test_unusable_targets_are_named(settings, message):
@@ -85,6 +90,10 @@ def test_unusable_targets_are_named(settings, message):
         ({"alpha": 0.0}, "alpha is 0"),
         ({"alpha": -1.0}, "alpha"),
         ({"dropout": 1.0}, "share"),
+        ({"kind": "loha"}, "kind 'loha' is not known; choose one of lora, dora, lokr"),
+        ({"kind": "lokr", "rslora": True}, "rslora cannot be used with kind lokr"),
+        ({"factor": 8}, "factor is 8, which belongs to kind lokr; kind is lora"),
+        ({"kind": "lokr", "factor": 0}, "factor is 0; wanted a positive number"),
     ],
 )
 def test_unusable_lora_settings_are_named(values, message):
@@ -292,9 +301,7 @@ def test_the_adapter_output_has_the_dtype_of_the_base_output():
     seen = []
     original = adapters.LoraLinear._change
     with pytest.MonkeyPatch.context() as patch, adapters.active(model, "a"):
-        patch.setattr(
-            adapters.LoraLinear, "_change", lambda self, n, x: seen.append(original(self, n, x).double()) or seen[-1]
-        )
+        patch.setattr(adapters.LoraLinear, "_change", lambda *a: seen.append(original(*a).double()) or seen[-1])
         assert model(torch.randn(2, 8)).dtype == torch.float32
     assert seen[0].dtype == torch.float64
 

@@ -71,19 +71,44 @@ def fuse(twin):
     return twin
 
 
+def peft_config(kind, modules):
+    targets = "|".join(map(re.escape, modules))
+    if kind == "lokr":
+        return peft.LoKrConfig(r=4, alpha=4, decompose_factor=4, init_weights="lycoris", target_modules=targets)
+    return peft.LoraConfig(r=4, lora_alpha=8, use_dora=kind == "dora", target_modules=targets)
+
+
+def peft_weights(kind, layer):
+    """PEFT's weights of one layer by the names that Graft has for them."""
+    if kind == "lokr":
+        names = ("lokr_w1", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
+        return {name: getattr(layer, name)["default"] for name in names if "default" in getattr(layer, name)}
+    found = {"lora_down": layer.lora_A["default"].weight, "lora_up": layer.lora_B["default"].weight}
+    return found | ({"magnitude": layer.lora_magnitude_vector["default"].weight} if kind == "dora" else {})
+
+
+def weights_of(module):
+    return module.factors() | ({} if module.magnitude is None else {"magnitude": module.magnitude})
+
+
 @pytest.mark.parametrize(
-    ("name", "targets", "fused"),
+    ("name", "targets", "fused", "kind"),
     [
-        ("krea2", "all", False),
-        ("ideogram4", r".*(?<!qkv)", False),  # all but the fused projection
-        ("ideogram4", "all", True),
+        ("krea2", "all", False, "lora"),
+        ("krea2", "all", False, "dora"),
+        ("krea2", "all", False, "lokr"),
+        ("ideogram4", r".*(?<!qkv)", False, "lora"),  # all but the fused projection
+        ("ideogram4", "all", True, "lora"),
+        ("ideogram4", "all", True, "dora"),
+        ("ideogram4", "all", True, "lokr"),
     ],
 )
-def test_ten_steps_equal_diffusers_and_peft(tmp_path, monkeypatch, name, targets, fused):
+def test_ten_steps_equal_diffusers_and_peft(tmp_path, monkeypatch, name, targets, fused, kind):
     """Same initial weights, batches, noise and sigmas, fp32; gradient accumulation, clipping and warm-up included."""
-    graft = session(
-        tmp_path, name, LoraSettings(rank=4, alpha=8, targets=targets), steps=10, accumulation=2, max_grad_norm=0.5
-    )
+    lora, limit = LoraSettings(kind, 4, 8, targets=targets), 0.5
+    if kind == "lokr":
+        lora, limit = LoraSettings(kind, 4, 4, factor=4, targets=targets), 0.2
+    graft = session(tmp_path, name, lora, steps=10, accumulation=2, max_grad_norm=limit)
     initial = adapters.to_canonical(graft.base.model, "a")
     record = []
     for function in ("collate", "draw_sigmas", "draw_noise"):
@@ -105,13 +130,14 @@ def test_ten_steps_equal_diffusers_and_peft(tmp_path, monkeypatch, name, targets
         modules[module] = (
             module if fused and module.endswith("qkv") else graft.base.family.table.to_diffusers(module)[0]
         )
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="|".join(re.escape(m) for m in modules.values()))
-    peft.inject_adapter_in_model(config, twin, "default")
-    layers = {module: twin.get_submodule(theirs) for module, theirs in modules.items()}
-    for module, layer in layers.items():
-        layer.lora_A["default"].weight.data.copy_(initial[module].down)
+    peft.inject_adapter_in_model(peft_config(kind, modules.values()), twin, "default")
+    theirs = {module: peft_weights(kind, twin.get_submodule(name)) for module, name in modules.items()}
+    for module, weights in theirs.items():
+        assert weights.keys() == weights_of(initial[module]).keys()
+        for part, weight in weights.items():
+            weight.data.copy_(initial[module].factors().get(part, weight))
     parameters = [p for p in twin.parameters() if p.requires_grad]
-    assert len(parameters) == 2 * len(initial)
+    assert len(parameters) == sum(len(weights) for weights in theirs.values())
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=1e-4)
     draws = iter(record)
     for step in range(10):
@@ -127,16 +153,17 @@ def test_ten_steps_equal_diffusers_and_peft(tmp_path, monkeypatch, name, targets
             loss = (velocity - (noise - batch.latents)).square().mean(dim=(1, 2, 3)).sum() / pictures
             loss.backward()
             total += loss.item()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
         optimizer.step()
         optimizer.zero_grad()
         assert logs[step].loss == pytest.approx(total, rel=1e-4)
         assert logs[step].grad_norm == pytest.approx(norm.item(), rel=1e-3)
-    assert max(log.grad_norm for log in logs) > 0.5, "clipping was never exercised"
-    for module, layer in layers.items():
-        assert tiny.relative(layer.lora_A["default"].weight, trained[module].down) < 1e-4, module
-        assert tiny.relative(layer.lora_B["default"].weight, trained[module].up) < 1e-4, module
-        assert tiny.relative(trained[module].down, initial[module].down) > 1e-3
+    assert max(log.grad_norm for log in logs) > limit, "clipping was never exercised"
+    for module, weights in theirs.items():
+        for part, weight in weights.items():
+            found, start = weights_of(trained[module])[part], weights_of(initial[module])[part]
+            assert tiny.relative(weight, found) < 1e-4, (module, part)
+            assert tiny.relative(found, start) > 1e-3 or not start.any()
 
 
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
@@ -253,6 +280,83 @@ def test_targets_that_match_nothing_leave_no_adapter(tmp_path):
         session(tmp_path, "krea2", LoraSettings(targets="nothing"))
 
 
+KINDS = {
+    "lora": LoraSettings(rank=4, alpha=8),
+    "rslora": LoraSettings(rank=5, alpha=8, rslora=True),  # an alpha that fp32 does not hold exactly
+    "dora": LoraSettings("dora", 4, 8),
+    "lokr": LoraSettings("lokr", 4, 8, factor=4),
+    "lokr, whole": LoraSettings("lokr", 128, 128, factor=4),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+@kinds
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_each_kind_is_saved_as_it_was_trained(tmp_path, family_name, kind, dtype):
+    graft = session(tmp_path, family_name, KINDS[kind], precision="int8", save_dtype=dtype)
+    with graft:
+        list(graft.steps())
+    graft.check_trained()
+    path = tmp_path / "out.safetensors"
+    graft.save(path)
+    state, metadata = read_state(path)
+    fp32 = {key for key, tensor in state.items() if tensor.dtype == torch.float32}
+    if dtype == "bf16":
+        assert fp32 == {key for key in state if key.endswith((".alpha", ".dora_scale"))}
+    trained, kept = adapters.to_canonical(graft.base.model, "a"), read_comfyui(state)
+    assert kept.keys() == trained.keys()
+    linears = adapters.linears(graft.base.model)
+    for name, module in kept.items():
+        weight = linears[name].weight.float()
+        wanted = trained[name].merged(weight) - weight
+        assert tiny.relative(module.merged(weight) - weight, wanted) < (1e-2 if dtype == "bf16" else 1e-5)
+        assert wanted.any()
+    module, arguments = {
+        "lora": ("networks.lora", None),
+        "dora": ("lycoris.kohya", {"algo": "lora", "dora_wd": "True"}),
+        "lokr": ("lycoris.kohya", {"algo": "lokr", "factor": "4"}),
+    }[KINDS[kind].kind]
+    assert metadata["ss_network_module"] == module
+    assert json.loads(metadata.get("ss_network_args", "null")) == arguments
+    assert ("dora_scale" in json.loads(metadata["graft"])) == (kind == "dora")
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [("lora", "lora_up"), ("lora", "alpha"), ("dora", "dora_scale"), ("lokr", "lokr_w1"), ("lokr", "lokr_w2_b")],
+)
+def test_each_part_of_the_file_is_compared(tmp_path, monkeypatch, kind, part):
+    graft = session(tmp_path, "krea2", KINDS[kind])
+    original = loop.read_state
+
+    def flipped(path):
+        state, metadata = original(path)
+        key = next(k for k in state if part in k)
+        state[key] = state[key] + 1
+        return state, metadata
+
+    monkeypatch.setattr(loop, "read_state", flipped)
+    with pytest.raises(TrainingError, match="reads back differently"):
+        graft.save(tmp_path / "out.safetensors")
+
+
+@pytest.mark.parametrize(("kind", "zero"), [("dora", "lora_B"), ("lokr", "w2_b"), ("lokr, whole", "w2")])
+def test_a_module_that_learned_nothing_is_named_with_each_kind(tmp_path, kind, zero):
+    graft = session(tmp_path, "krea2", KINDS[kind], steps=1)
+    with graft:
+        list(graft.steps())
+    graft.check_trained()
+    weights = adapters.adapted(graft.base.model, "a")["blocks.1.mlp.up"].weights("a")
+    with torch.no_grad():
+        weights[zero].zero_()
+    with pytest.raises(TrainingError, match=r"1 of \d+ modules learned nothing .*blocks\.1\.mlp\.up"):
+        graft.check_trained()
+    with torch.no_grad():
+        list(weights.values())[-1].fill_(torch.nan)
+    with pytest.raises(TrainingError, match=r"not finite: blocks\.1\.mlp\.up"):
+        graft.check_finite()
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_saved_file_is_what_was_trained(tmp_path, family_name, dtype):
     graft = session(tmp_path, family_name, save_dtype=dtype)
@@ -338,13 +442,25 @@ def test_gradients_of_a_step_that_failed_are_not_added_to(tmp_path, monkeypatch)
     assert all(p.grad is None for p in graft.parameters)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
-@pytest.mark.parametrize("after", [1, 3])
-def test_a_saved_session_continues_bit_exactly(tmp_path, family_name, optimizer, after):
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "after"),
+    [
+        ("lora", "adamw", 1),
+        ("lora", "adamw", 3),
+        ("lora", "adamw8bit", 1),
+        ("lora", "adamw8bit", 3),
+        ("dora", "adamw", 3),
+        ("dora", "adamw8bit", 3),
+        ("lokr", "adamw", 3),
+        ("lokr", "adamw8bit", 3),
+    ],
+)
+def test_a_saved_session_continues_bit_exactly(tmp_path, family_name, kind, optimizer, after):
     """Weights, average, optimiser, schedule, generator, order of the data, dropout of captions and of the adapter."""
 
     def new():
-        lora = LoraSettings(rank=20, alpha=8, dropout=0.1)  # rank 20: A and B are large enough for 8-bit moments
+        # rank 20: A and B, or w1 and w2 of factor 2, are large enough for 8-bit moments
+        lora = LoraSettings(kind, 20, 8, factor=2 if kind == "lokr" else -1, dropout=0.1)
         settings = {"steps": 6, "schedule": "cosine", "ema": 0.9, "optimizer": optimizer, "drop": 0.3}
         return session(tmp_path, family_name, lora, **settings)
 
