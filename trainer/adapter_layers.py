@@ -79,10 +79,11 @@ class Magnitude(nn.Module):
         self.register_buffer("squares", torch.empty(rows), persistent=False)
 
     @torch.no_grad()
-    def start(self, layer: nn.Linear, dtype: torch.dtype) -> None:
-        """Lengths and squares of the base, on its device."""
+    def start(self, layer: nn.Linear, device: torch.device, dtype: torch.dtype) -> None:
+        """Lengths and squares of the base."""
         # Some rows at a time, which spares an fp32 copy of a dense bf16 weight.
-        self.squares = torch.cat([rows.float().square().sum(dim=1) for rows in layer.weight.split(1024)])
+        squares = torch.cat([rows.float().square().sum(dim=1) for rows in layer.weight.split(1024)])
+        self.squares = squares.to(device)
         self.weight.data = self.norm(0).to(dtype)
 
     def norm(self, change: Tensor | float) -> Tensor:
@@ -188,7 +189,7 @@ class LoraLinear(PeftLinear):
                     initial.uniform_(-bound, bound, generator=generator)
                 weight.data = initial.to(device, dtype)
         if name in self.lora_magnitude_vector:
-            self.lora_magnitude_vector[name].start(self.base_layer, dtype)
+            self.lora_magnitude_vector[name].start(self.base_layer, device, dtype)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         base = result = self.base_layer(x, *args, **kwargs)
@@ -225,7 +226,8 @@ class LoraLinear(PeftLinear):
         scale, layer = self.scaling[name], self.base_layer
         down, up = (part[name].weight.float() for part in (self.lora_A, self.lora_B))
         weight = layer.dequantized(dtype) if isinstance(layer, FrozenLinear) else layer.weight.to(dtype)
-        crossed = F.linear(weight, down.to(dtype)).float()
+        # Between steps, as when saving, the weight of a block that waits on the CPU is there.
+        crossed = F.linear(weight.to(down.device), down.to(dtype)).float()
         change = scale * (up * (2 * crossed + scale * (up @ (down @ down.T)))).sum(dim=1)
         return self.lora_magnitude_vector[name].norm(change)
 

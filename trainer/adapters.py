@@ -123,6 +123,19 @@ def _is_whole(linear: nn.Linear, settings: LoraSettings) -> bool:
     return lokr_shapes(linear.out_features, linear.in_features, settings.rank, settings.factor)[2]
 
 
+def weight_sizes(linears: dict[str, nn.Linear], targets: list[str], settings: LoraSettings) -> list[int]:
+    """Elements of each of the adapter's weights, module by module. The Linears may be on the meta device."""
+    sizes = []
+    for linear in (linears[name] for name in targets):
+        rows, columns = linear.out_features, linear.in_features
+        if settings.kind == "lokr":
+            w1, w2, whole = lokr_shapes(rows, columns, settings.rank, settings.factor)
+            sizes += [math.prod(w1), *([math.prod(w2)] if whole else [w2[0] * settings.rank, settings.rank * w2[1]])]
+        else:
+            sizes += [settings.rank * columns, rows * settings.rank, *([rows] if settings.kind == "dora" else [])]
+    return sizes
+
+
 def _block_range(text: str) -> set[int]:
     """`0,4,8-11` → {0, 4, 8, 9, 10, 11}."""
     numbers: set[int] = set()

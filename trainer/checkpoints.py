@@ -103,14 +103,18 @@ class ModelFile:
                 yield name, tensor.reshape(shape)
 
 
-def open_model_file(path: str | Path) -> ModelFile:
+def open_model_file(path: str | Path, unconditional: bool = False) -> ModelFile:
     """Checks a file from its header alone and says how to read it.
+
+    Args:
+        path: of a file or a folder, see `find_files`.
+        unconditional: the unconditional one of a pair of transformers is meant.
 
     Raises:
         CheckpointError: one of its kinds, before any tensor is read.
     """
     path = Path(path)
-    files = find_files(path)
+    files = find_files(path, unconditional)
     entries: dict[str, Entry] = {}
     metadata: dict[str, str] = {}
     for file in files:
@@ -150,24 +154,28 @@ def read_shapes(path: str | Path) -> dict[str, Shape]:
     return open_model_file(path).shapes
 
 
-def find_files(path: Path) -> tuple[Path, ...]:
+def find_files(path: Path, unconditional: bool = False) -> tuple[Path, ...]:
     """The safetensors files that a path means: itself, the shards of an index, or the one file of a folder.
+
+    Of a diffusers folder that is the transformer, or the unconditional one if that is meant.
 
     Raises:
         NotAModelFileError: there is no such path, or a folder in which it is not clear what is meant.
         MissingKeysError: an index that names shards which are not there.
-        WrongModelError: the unconditional one of a pair of transformers.
+        WrongModelError: the unconditional one of a pair of transformers where the other is meant.
     """
     if not path.exists():
         raise NotAModelFileError(f"{path}: there is no such file")
-    if "unconditional" in path.name.lower() or path.parent.name == "unconditional_transformer":
+    named = "unconditional" in path.name.lower() or path.parent.name == "unconditional_transformer"
+    if named and not unconditional:
         raise WrongModelError(
             f"{path.name} is the unconditional transformer of a pair, which no trainer trains; give the other one"
         )
     if path.is_file():
         return (path,)
-    if (path / "transformer").is_dir():
-        return find_files(path / "transformer")
+    part = path / ("unconditional_transformer" if unconditional else "transformer")
+    if part.is_dir():
+        return find_files(part, unconditional)
     indices = sorted(path.glob("*.safetensors.index.json"))
     if len(indices) == 1:
         return _shards(indices[0])

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from .errors import SettingsError
 from .families import Family
@@ -25,12 +24,6 @@ from .settings import SAVE_DTYPES, PreviewSettings, TrainSettings
 FP32 = 4  # bytes
 
 # --- sizes -----------------------------------------------------------------------------------------------------------
-
-
-def lora_sizes(linears: Mapping[str, nn.Linear], targets: Sequence[str], rank: int) -> list[int]:
-    """Elements of each A (rank, in) and B (out, rank). The Linears may be on the meta device."""
-    chosen = [linears[name] for name in targets]
-    return [rank * features for linear in chosen for features in (linear.in_features, linear.out_features)]
 
 
 def lora_bytes(sizes: Sequence[int], dtype: torch.dtype) -> int:

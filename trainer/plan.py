@@ -252,13 +252,16 @@ def _step(workload: Workload, model: Transformer, batch: Batch, parameters: Sequ
 
 
 def _preview(workload: Workload, model: Transformer, batch: Batch, parameters: Sequence[Tensor]) -> None:
-    """One guided Euler step for one picture, as `sampling.sample` does it; the average stands in for the weights."""
+    """A guided Euler step for one picture, as `sampling.sample` does it; the average stands in for the weights.
+
+    Both passes take the same: one is carried out, with room for the other's result.
+    """
     own = [parameter.clone() for parameter in parameters] if workload.ema else []
     one = Batch(batch.latents[:1].clone(), batch.conditioning[:1].clone(), None, None, (), batch.after_trunk)
     with torch.no_grad(), adapters.active(model, "plan"):
         x, sigma_B = one.latents, torch.empty(1)
         velocity = one.velocity(model, x, sigma_B).float()
-        without = one.velocity(model, x, sigma_B).float()
+        without = torch.empty_like(velocity)
         x = x + 0.5 * (without + 2.0 * (velocity - without))
     del own
 

@@ -50,6 +50,7 @@ class Checked:
         pictures: of the folder; empty where the dataset is a cache.
         samples: of the cache; empty where the dataset is a folder of pictures.
         memory: the memory plan in a sentence; empty where none was made.
+        unconditional: the file of the transformer for the previews' unconditional pass, if there is one.
     """
 
     settings: RunSettings
@@ -58,6 +59,7 @@ class Checked:
     pictures: list[CaptionedPicture]
     samples: list[Sample]
     memory: str
+    unconditional: ModelFile | None
 
 
 class _Subject:
@@ -69,6 +71,7 @@ class _Subject:
     placed: list[PlacedPicture]
     conditioning: torch.Tensor
     resolved: RunSettings
+    unconditional: ModelFile | None = None
 
     def __init__(self, settings: RunSettings, encoders: Encoders | None, resume: bool) -> None:
         self.settings, self.encoders, self.resume = settings, encoders, resume
@@ -96,7 +99,7 @@ def check(settings: RunSettings, encoders: Encoders | None, resume: bool = False
     for _, error in _judge(subject):
         if error is not None:
             raise error
-    found = subject.pictures, subject.samples, subject.memory
+    found = subject.pictures, subject.samples, subject.memory, subject.unconditional
     return Checked(subject.resolved, subject.file, subject.device, *found)
 
 
@@ -264,12 +267,29 @@ def _family(subject: _Subject) -> str:
     return file.family.title
 
 
+def _unconditional(subject: _Subject) -> str:
+    path, base = subject.settings.preview.unconditional, subject.file
+    if not path:
+        return "none is used"
+    if not base.family.image_only_pass:
+        raise SettingsError(
+            f"{base.family.title} has no unconditional transformer, the empty prompt guides it: leave [preview] "
+            "unconditional empty"
+        )
+    file = subject.unconditional = open_model_file(path, unconditional=True)
+    if (file.family, file.config) != (base.family, base.config):
+        raise SettingsError(
+            f"{file.path.name} is {file.family.title} of other sizes than {base.path.name}: they are no pair"
+        )
+    return f"{file.path.name} gives the unconditional pass"
+
+
 def _targets(subject: _Subject) -> str:
     file, lora = subject.file, subject.settings.lora
     with torch.device("meta"):
         linears = adapters.linears(file.family.build(file.config))
     targets = adapters.resolve_targets(file.family, linears, lora)
-    subject.lora_sizes = disk.lora_sizes(linears, targets, lora.rank)
+    subject.lora_sizes = adapters.weight_sizes(linears, targets, lora)
     return f"{len(targets)} Linears, {sum(subject.lora_sizes):,} parameters"
 
 
@@ -415,6 +435,7 @@ CHECKS = (
     _Check("model file", _model_file, ("base",)),
     _Check("variant", _variant, ("model file",)),
     _Check("family", _family, ("model file",)),
+    _Check("unconditional transformer", _unconditional, ("model file",)),
     _Check("targets", _targets, ("model file",)),
     _Check("caption dropout", _caption_dropout, ("model file",)),
     _Check("dataset", _dataset, ("dataset settings", "model file")),

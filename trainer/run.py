@@ -72,9 +72,14 @@ def run(settings: RunSettings, encoders: Encoders | None = None, say: Say = prin
     saved = state.read(Path(settings.output).resolve() / "state", marks) if resume else None
     model, place = settings.model, checked.device.place
     base = load_base(file, model.precision, model.compute_dtype, place, int(model.blocks_on_cpu))
-    for note in base.notes:
+    guide = None
+    if checked.unconditional is not None:
+        # It is in use for a preview now and then: all of its blocks wait on the CPU of a machine that has a GPU.
+        waiting = 0 if checked.device.kind == "cpu" else file.family.block_count(file.config)
+        guide = load_base(checked.unconditional, model.precision, model.compute_dtype, place, waiting)
+    for note in (*base.notes, *(guide.notes if guide else ())):
         say(note)
-    return Run(settings, encoders, say, base, training, held_out, marks, saved).finish()
+    return Run(settings, encoders, say, base, training, held_out, marks, saved, guide).finish()
 
 
 def read_dataset(settings: RunSettings, checked: Checked, encoders: Encoders | None, say: Say) -> list[Sample]:
@@ -109,11 +114,12 @@ class Run:
         held_out: Sequence[Sample],
         marks: dict[str, Any],
         saved: dict[str, Any] | None,
+        guide: Base | None = None,
     ) -> None:
         self.settings, self.encoders, self.say, self.base = settings, encoders, say, base
         self.folder = Path(settings.output).resolve()
         self.name = settings.name or self.folder.name
-        self.marks = marks
+        self.marks, self.guide = marks, guide
         targets = adapters.resolve_targets(base.family, adapters.linears(base.model), settings.lora)
         self.trunk = TextTrunk(base, targets, marks["base"], cache_of(settings))
         self.training, self.held_out = self.trunk.samples(training), self.trunk.samples(held_out)
@@ -307,6 +313,7 @@ class Run:
                     torch.Generator().manual_seed(settings.seed + index),
                     settings.steps or None,
                     settings.guidance or None,
+                    None if self.guide is None else self.guide.model,
                 )
                 pictures.append(encoders.decode(latents.cpu())[0])
         return pictures

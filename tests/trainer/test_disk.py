@@ -12,7 +12,7 @@ import torch
 from graft_lora.examples.demo import draw_folder
 from graft_lora.examples.demo_parts import base_path, encoders
 from graft_lora.trainer import disk
-from graft_lora.trainer.adapters import LoraSettings, linears, resolve_targets
+from graft_lora.trainer.adapters import LoraSettings, linears, resolve_targets, weight_sizes
 from graft_lora.trainer.disk import Demand, check_room
 from graft_lora.trainer.errors import SettingsError
 from graft_lora.trainer.families import FAMILIES
@@ -112,12 +112,12 @@ def test_moments_are_as_torchao_keeps_them():
 
 def test_the_published_size_of_krea_2():
     """107 million parameters at rank 32 on the blocks' attention and MLP: by hand, 28 blocks of eight Linears."""
-    width, kv, mlp, rank = 6144, 1536, 16384, 32
+    width, kv, mlp, rank = 6144, 1536, 16384, 32  # the rank is the default
     per_block = 3 * (width + width) + 2 * (width + kv) + 3 * (width + mlp)
     with torch.device("meta"):
         found = linears(FAMILIES["krea2"].build(Krea2Config()))
     targets = resolve_targets(FAMILIES["krea2"], found, LoraSettings())
-    sizes = disk.lora_sizes(found, targets, rank)
+    sizes = weight_sizes(found, targets, LoraSettings())
     assert sum(sizes) == 28 * rank * per_block == 107_347_968
     assert disk.lora_bytes(sizes, torch.bfloat16) == 2 * sum(sizes)
     assert disk.state_bytes(sizes, "adamw", ema=False) == 12 * sum(sizes)

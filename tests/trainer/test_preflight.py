@@ -26,8 +26,8 @@ from PIL import Image
 
 NAMES = [
     "dataset settings", "base", "output folder", "encoded folder", "device", "compute dtype", "model file", "variant",
-    "family", "targets", "caption dropout", "dataset", "precision", "optimizer", "conditioning width", "disk space",
-    "memory",
+    "family", "unconditional transformer", "targets", "caption dropout", "dataset", "precision", "optimizer",
+    "conditioning width", "disk space", "memory",
 ]  # fmt: skip
 KREA2 = FAMILIES["krea2"]
 
@@ -95,6 +95,7 @@ def test_checks_that_cannot_be_made_say_what_stands_in_their_way(tmp_path, setti
         "compute dtype": f"{reason}device",
         "variant": f"{reason}model file",
         "family": f"{reason}model file",
+        "unconditional transformer": f"{reason}model file",
         "targets": f"{reason}model file",
         "caption dropout": f"{reason}model file",
         "dataset": f"{reason}model file",

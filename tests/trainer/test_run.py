@@ -15,10 +15,10 @@ import pytest
 import torch
 from graft_lora.examples.demo import draw_folder
 from graft_lora.examples.demo_parts import base_path, encoders
-from graft_lora.lora_convert import read_state
+from graft_lora.lora_convert import read_state, write_state
 from graft_lora.trainer import run as run_module
 from graft_lora.trainer.adapters import LoraSettings
-from graft_lora.trainer.errors import DatasetError, SettingsError, TrainingError
+from graft_lora.trainer.errors import DatasetError, SettingsError, TrainingError, WrongModelError
 from graft_lora.trainer.families import FAMILIES
 from graft_lora.trainer.loop import TrainSession
 from graft_lora.trainer.run import Run, run, split
@@ -364,3 +364,28 @@ def test_settings_are_written_as_they_were(tmp_path, pictures):
     result, _ = start(settings_of(tmp_path))
     kept = json.loads((result.folder / "config.json").read_text())
     assert kept == json.loads(json.dumps(dataclasses.asdict(settings_of(tmp_path))))
+
+
+def test_an_unconditional_transformer_guides_the_previews_alone(tmp_path, pictures, monkeypatch):
+    """Its file is refused as a base, and taken for the previews; the run trains the other one as ever."""
+    path = tmp_path / "ideogram4_unconditional.safetensors"
+    tensors, metadata = read_state(base_path(FAMILIES["ideogram4"]))
+    write_state(path, {key: tensor * 0.5 for key, tensor in tensors.items()}, metadata)
+    plain = settings_of(tmp_path, "ideogram4", train_steps=2)
+    first = run(plain, encoders(FAMILIES["ideogram4"]), lambda _: None)
+    paired = dataclasses.replace(
+        plain, output=str(tmp_path / "paired"), preview=dataclasses.replace(plain.preview, unconditional=str(path))
+    )
+    said = []
+    second = run(paired, encoders(FAMILIES["ideogram4"]), said.append)
+    assert sum("Linears in fp32" in line for line in said) == 2
+    assert first.lora.read_bytes() == second.lora.read_bytes()
+    assert (first.folder / "preview.png").read_bytes() != (second.folder / "preview.png").read_bytes()
+    wrong = dataclasses.replace(
+        plain, output=str(tmp_path / "wrong"), model=dataclasses.replace(plain.model, path=str(path))
+    )
+    with pytest.raises(WrongModelError, match="unconditional transformer of a pair"):
+        run(wrong, encoders(FAMILIES["ideogram4"]), lambda _: None)
+    krea2 = settings_of(tmp_path, output=str(tmp_path / "krea2"), preview=paired.preview)
+    with pytest.raises(SettingsError, match="Krea 2 has no unconditional transformer"):
+        run(krea2, encoders(FAMILIES["krea2"]), lambda _: None)
