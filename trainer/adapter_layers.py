@@ -84,7 +84,7 @@ class Magnitude(nn.Module):
         # Some rows at a time, which spares an fp32 copy of a dense bf16 weight.
         squares = torch.cat([rows.float().square().sum(dim=1) for rows in layer.weight.split(1024)])
         self.squares = squares.to(device)
-        self.weight.data = self.norm(0).to(dtype)
+        self.weight = nn.Parameter(self.norm(0).to(dtype))
 
     def norm(self, change: Tensor | float) -> Tensor:
         """The root of the squares and a change of them, (out,) fp32; a row of zeros has the least length there is."""
@@ -159,11 +159,15 @@ class LoraLinear(PeftLinear):
 
     def weights(self, name: str) -> dict[str, nn.Parameter]:
         """The adapter's trained weights in a fixed order, which a saved state relies on."""
+        return {part: getattr(owner, leaf) for part, (owner, leaf) in self._owners(name).items()}
+
+    def _owners(self, name: str) -> dict[str, tuple[nn.Module, str]]:
+        """Where each of the adapter's weights is kept."""
         if name in self.lokr:
-            return dict(self.lokr[name].named_parameters())
-        found = {"lora_A": self.lora_A[name].weight, "lora_B": self.lora_B[name].weight}
+            return {part: (self.lokr[name], part) for part, _ in self.lokr[name].named_parameters()}
+        found = {"lora_A": (self.lora_A[name], "weight"), "lora_B": (self.lora_B[name], "weight")}
         if name in self.lora_magnitude_vector:
-            found["magnitude"] = self.lora_magnitude_vector[name].weight
+            found["magnitude"] = (self.lora_magnitude_vector[name], "weight")
         return found
 
     def zero_at_start(self, name: str) -> Tensor:
@@ -180,14 +184,14 @@ class LoraLinear(PeftLinear):
             device: where the weights go.
             dtype: of the weights.
         """
-        zero = self.zero_at_start(name)
-        for part, weight in self.weights(name).items():
+        zero, weights = self.zero_at_start(name), self.weights(name)
+        for part, (owner, leaf) in self._owners(name).items():
             if part != "magnitude":
-                initial = torch.zeros(weight.shape)
-                if weight is not zero:
+                initial = torch.zeros(weights[part].shape)
+                if weights[part] is not zero:
                     bound = 1 / math.sqrt(initial.shape[1])
                     initial.uniform_(-bound, bound, generator=generator)
-                weight.data = initial.to(device, dtype)
+                setattr(owner, leaf, nn.Parameter(initial.to(device, dtype)))
         if name in self.lora_magnitude_vector:
             self.lora_magnitude_vector[name].start(self.base_layer, device, dtype)
 

@@ -25,14 +25,16 @@ class LiveBytes(TorchDispatchMode):
         peak: the most there were since it was made or `reset`.
     """
 
-    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+    def __init__(self, tensors: Iterable[Tensor] = (), elsewhere: Iterable[Tensor] = ()) -> None:
         """
         Args:
             tensors: those that are alive already and shall count.
+            elsewhere: those that shall not, such as what lies in main memory while a device is counted.
         """
         super().__init__()
         self.now = self.peak = 0
         self._known: dict[int, weakref.ref[Any]] = {}
+        self._elsewhere = {tensor.untyped_storage()._cdata for tensor in elsewhere}
         for tensor in tensors:
             self._add(tensor)
 
@@ -50,7 +52,7 @@ class LiveBytes(TorchDispatchMode):
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._known:
+        if key in self._known or key in self._elsewhere:
             return
         size = storage.nbytes()
 

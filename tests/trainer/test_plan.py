@@ -74,7 +74,7 @@ def counted(name, folder, work):
         here += [slot.flat for slot in on_cpu.slots] if on_cpu else []
         moments = [t for state in session.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
         average = session.average.values if session.average else []
-        with LiveBytes([*here, *moments, *average]) as live:
+        with LiveBytes([*here, *moments, *average], [b.flat for b in on_cpu.host] if on_cpu else []) as live:
             if work.preview:
                 one = dataset[0].conditioning[None]
                 with session.result(), adapters.active(base.model, "a"):
