@@ -33,6 +33,7 @@ from .errors import (
     some,
 )
 from .families import FAMILIES, Family
+from .tensor_files import Arena, TensorFile
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 # The other parts of an all-in-one checkpoint, left aside with a word.
@@ -88,15 +89,27 @@ class ModelFile:
     shapes: dict[str, Shape]
     notes: list[str] = field(default_factory=list)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (official name, tensor) one at a time; scaled weights in fp32, others as stored, all on the CPU."""
+    def tensors(self, reuse: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yields (official name, tensor) one at a time; scaled weights in fp32, others as stored, all on the CPU.
+
+        Args:
+            reuse: each tensor is valid only until the next is asked for, whose memory is the same. Without, each
+                belongs to the caller.
+        """
+        arena = Arena() if reuse else None
         with ExitStack() as stack:
-            open_files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in self.files}
+            open_files = {path: stack.enter_context(TensorFile(path, arena)) for path in self.files}
             for name, parts in self.parts.items():
+                if arena is not None:
+                    arena.reset()
                 pieces = [_scaled(open_files, part) for part in parts]
                 tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+                del pieces
                 # diffusers folds Krea 2's modulation tables to (6, D): the same numbers in the same order.
-                yield name, tensor.reshape(self.shapes[name])
+                tensor = tensor.reshape(self.shapes[name])
+                yield name, tensor
+                # Not to be held while the next one is read.
+                del tensor
 
 
 def open_model_file(path: str | Path) -> ModelFile:
@@ -409,7 +422,8 @@ def _bytes(file: Any, key: str) -> bytes:
 def _try_to_open(path: Path) -> None:
     """Lets safetensors check what the checks above do not, before anything is loaded."""
     try:
-        with safe_open(path, framework="pt"):
+        # Its mapping for numpy is read-only; that for torch would reserve the whole file's size on Windows.
+        with safe_open(path, framework="np"):
             pass
     except SafetensorError as error:
         raise NotAModelFileError(f"{path.name} is damaged ({error}); download it again") from error

@@ -69,7 +69,8 @@ def run(settings: RunSettings, encoders: Encoders | None = None, say: Say = prin
     marks = state.fingerprint(settings, file.files, training)
     saved = state.read(Path(settings.output).resolve() / "state", marks) if resume else None
     device = chosen_device(settings.model.device)
-    base = load_base(file, settings.model.precision, settings.model.compute_dtype, device)
+    model = settings.model
+    base = load_base(file, model.precision, model.compute_dtype, device, model.quantized_cache)
     for note in base.notes:
         say(note)
     return Run(settings, encoders, say, base, training, held_out, marks, saved).finish()
