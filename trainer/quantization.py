@@ -96,8 +96,8 @@ class _PerRow(Format):
     dtype: ClassVar[torch.dtype]
 
     @abstractmethod
-    def quantize_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """fp32 (n, in) → 8-bit data (n, in) and scales (n, 1), by torchao."""
+    def row_quantizer(self) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """torchao's function: fp32 (n, in) → 8-bit data (n, in) and scales (n, 1)."""
 
     def layout(self, shape: tuple[int, int]) -> Layout:
         return {"data": (self.dtype, shape), "scale": (torch.float32, (shape[0], 1))}
@@ -106,9 +106,10 @@ class _PerRow(Format):
         rows, columns = weight.shape
         data = torch.empty(rows, columns, dtype=self.dtype, device=weight.device)
         scale = torch.empty(rows, 1, device=weight.device)
+        quantize_rows = self.row_quantizer()
         for place, piece in pieces(weight, columns):
             chosen = slice(place.start // columns, place.stop // columns)
-            data[chosen], scale[chosen] = self.quantize_rows(piece.view(-1, columns))
+            data[chosen], scale[chosen] = quantize_rows(piece.view(-1, columns))
         return {"data": data, "scale": scale}
 
     def dequantize(self, buffers: Buffers, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -122,11 +123,15 @@ class Int8(_PerRow):
     name = "int8"
     dtype = torch.int8
 
-    def quantize_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def row_quantizer(self) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         with quiet_torchao():
             from torchao.quantization import Int8Tensor, PerRow
-        quantized = Int8Tensor.from_hp(rows, PerRow())
-        return quantized.qdata, quantized.scale
+
+        def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+            quantized = Int8Tensor.from_hp(rows, PerRow())
+            return quantized.qdata, quantized.scale
+
+        return quantize_rows
 
 
 class Float8(_PerRow):
@@ -135,11 +140,15 @@ class Float8(_PerRow):
     name = "fp8"
     dtype = torch.float8_e4m3fn
 
-    def quantize_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def row_quantizer(self) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         with quiet_torchao():
             from torchao.quantization import Float8Tensor, PerRow
-        quantized = Float8Tensor.from_hp(rows, torch.float8_e4m3fn, PerRow())
-        return quantized.qdata, quantized.scale
+
+        def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+            quantized = Float8Tensor.from_hp(rows, torch.float8_e4m3fn, PerRow())
+            return quantized.qdata, quantized.scale
+
+        return quantize_rows
 
 
 class NF4(Format):
