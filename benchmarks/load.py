@@ -56,7 +56,7 @@ COLUMNS = {
 LEGEND = """\
 Each load has a process of its own, and both files are in the page cache throughout: each is read just before.
 Memory in GiB; times are wall clock and, in brackets, CPU time. Ratios are of CPU times where the base goes to the CPU,
-which other work on the machine leaves nearly alone, and else of wall clock.
+which other work on the machine disturbs less, and else of wall clock.
 
 - **kept**: the loaded base, its buffers and parameters.
 - **peak RSS**: the most memory of the process, above what it had with torch imported alone, as the kernel counts it
