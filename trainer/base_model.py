@@ -15,6 +15,7 @@ from .errors import SettingsError, some
 from .families import Family, Transformer
 from .offload import BlocksOnCPU, spread
 from .quantization import BF16, FP32, PRECISIONS, Dense, Format, FrozenLinear, format_of, replace_linears
+from .quantized_cache import QuantizedCache, Settle, StaleError
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -62,8 +63,12 @@ def load_base(
     compute_dtype: str = "bf16",
     device: torch.device | str = "cpu",
     blocks_on_cpu: int = 0,
+    quantized_cache: str | Path = "",
 ) -> Base:
     """Reads a model file into a frozen transformer.
+
+    Memory of the host: what is kept on the CPU, the tensor at hand as it is stored (and in fp32 where the file has a
+    scale for it), and some MiB of the quantiser's.
 
     Args:
         path: the file, or what `open_model_file` made of it.
@@ -73,43 +78,38 @@ def load_base(
         device: where the weights go, each as soon as it is read, quantised there.
         blocks_on_cpu: so many of the transformer's blocks, spread over its depth, are kept in host memory as soon as
             they are quantised, and visit the device while they compute.
+        quantized_cache: a folder in which the quantised base is kept for the next time; empty for none.
 
     Raises:
         CheckpointError: the file cannot be read as a base.
         SettingsError: an unknown precision or dtype, or more blocks than there are.
     """
-    format_of(precision)
+    quantised = not isinstance(format_of(precision), Dense)
     dtype = compute_dtype_of(compute_dtype)
     file = path if isinstance(path, ModelFile) else open_model_file(path)
     family = file.family
+    notes = list(file.notes)
     with torch.inference_mode(False), torch.no_grad():
         with torch.device("meta"):
             model = family.build(file.config)
         replace_linears(model, lambda name, linear: FrozenLinear.like(linear))
         waiting = choose_blocks(family, model, blocks_on_cpu)
-        counts: Counter[str] = Counter()
-        misfits = []
-        for name, tensor in file.tensors():
-            owner_name, _, leaf = name.rpartition(".")
-            owner = model.get_submodule(owner_name)
-            if not isinstance(owner, FrozenLinear):
-                value = tensor.to(device, torch.float32)
-                setattr(owner, leaf, nn.Parameter(value, requires_grad=False))
-            elif leaf == "bias":
-                owner.store_bias(tensor, dense_format(precision).dtype, device)
-            else:
-                format = choose_format(family, precision, owner_name)
-                if not format.fits(tensor):
-                    misfits.append(owner_name)
-                    format = dense_format(precision)
-                owner.store(tensor, format, device)
-                counts[format.name] += 1
-            if isinstance(owner, FrozenLinear) and family.block_of(owner_name) in waiting:
-                owner.to("cpu")
+
+        def settle(name: str, layer: FrozenLinear) -> None:
+            if family.block_of(name) in waiting:
+                layer.to("cpu")
+
+        if quantized_cache and quantised:
+            misfits = _cached(model, file, precision, device, settle, Path(quantized_cache), notes)
+        else:
+            misfits = _quantized(model, file, precision, device, settle)
+            if quantized_cache:
+                notes.append(f"nothing is kept in {quantized_cache}: {precision} is not quantised")
         on_cpu = BlocksOnCPU(list(waiting.values()), device) if waiting else None
     model.compute_dtype = dtype
+    counts = Counter(layer.format.name for layer in _linears(model).values() if layer.format is not None)
     stored = ", ".join(f"{count} Linears in {name}" for name, count in counts.most_common())
-    notes = [*file.notes, f"{family.title}: {stored}; norms in fp32; computing in {compute_dtype}"]
+    notes.append(f"{family.title}: {stored}; norms in fp32; computing in {compute_dtype}")
     if misfits:
         notes.append(f"{precision} cannot store {some(misfits)}, kept in {dense_format(precision).name}")
     if on_cpu is not None:
@@ -127,6 +127,61 @@ def choose_blocks(family: Family, model: nn.Module, count: int) -> dict[int, nn.
     if not 0 <= count <= len(blocks):
         raise SettingsError(f"blocks_on_cpu is {count}; this {family.title} has {len(blocks)} blocks")
     return {number: blocks[number] for number in spread(count, len(blocks))}
+
+
+def _quantized(
+    model: nn.Module, file: ModelFile, precision: str, device: torch.device | str, settle: Settle
+) -> list[str]:
+    """Fills the model from its file; returns the Linears that the precision cannot store, kept dense."""
+    misfits = []
+    for name, tensor in file.tensors(reuse=True):
+        owner_name, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(owner_name)
+        # Always a copy: the next tensor is read to where this one stands.
+        if not isinstance(owner, FrozenLinear):
+            value = tensor.to(device, torch.float32, copy=True)
+            setattr(owner, leaf, nn.Parameter(value, requires_grad=False))
+        elif leaf == "bias":
+            owner.store_bias(tensor, dense_format(precision).dtype, device)
+        else:
+            format = choose_format(file.family, precision, owner_name)
+            if not format.fits(tensor):
+                misfits.append(owner_name)
+                format = dense_format(precision)
+            owner.store(tensor, format, device)
+        if isinstance(owner, FrozenLinear):
+            settle(owner_name, owner)
+        del tensor
+    return misfits
+
+
+def _cached(
+    model: nn.Module,
+    file: ModelFile,
+    precision: str,
+    device: torch.device | str,
+    settle: Settle,
+    folder: Path,
+    notes: list[str],
+) -> list[str]:
+    """As `_quantized`, from the kept form of the file where there is one, else keeping it; `notes` says which."""
+    cache = QuantizedCache(folder, file, precision, device)
+    formats = {name: choose_format(file.family, precision, name) for name in _linears(model)}
+    dense = dense_format(precision)
+    if cache.path.exists():
+        try:
+            misfits = cache.read(model, formats, dense, settle)
+            notes.append(f"the quantised base was read from {cache.path}")
+            return misfits
+        except StaleError as error:
+            notes.append(f"{cache.path} {error}: the base was quantised anew")
+    misfits = _quantized(model, file, precision, device, settle)
+    notes.append(cache.write(model, formats, dense, misfits))
+    return misfits
+
+
+def _linears(model: nn.Module) -> dict[str, FrozenLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
 
 
 __all__ = ["COMPUTE_DTYPES", "PRECISIONS", "Base", "choose_format", "compute_dtype_of", "load_base"]

@@ -47,6 +47,7 @@ from .stored_weights import (
     is_auxiliary,
     understand,
 )
+from .tensor_files import Arena, TensorFile
 from .unreadable_formats import refuse_by_config, refuse_by_keys
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.")
@@ -59,13 +60,14 @@ MAX_HEADER = 100_000_000  # bytes, the limit of safetensors itself
 class OpenFiles(ExitStack):
     """Safetensors files that stay open while this context lasts, each opened at the first tensor that is read."""
 
-    def __init__(self) -> None:
+    def __init__(self, arena: Arena | None = None) -> None:
         super().__init__()
-        self._files: dict[Path, Any] = {}
+        self._arena = arena
+        self._files: dict[Path, TensorFile] = {}
 
     def read(self, entry: Entry) -> Tensor:
         if entry.file not in self._files:
-            self._files[entry.file] = self.enter_context(safe_open(entry.file, framework="pt"))
+            self._files[entry.file] = self.enter_context(TensorFile(entry.file, self._arena))
         return self._files[entry.file].get_tensor(entry.key)
 
 
@@ -91,16 +93,28 @@ class ModelFile:
     shapes: dict[str, Shape]
     notes: list[str] = field(default_factory=list)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (official name, tensor) one at a time: dense ones as stored, others in fp32, all on the CPU."""
-        with OpenFiles() as files:
+    def tensors(self, reuse: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yields (official name, tensor) one at a time: dense ones as stored, others in fp32, all on the CPU.
+
+        Args:
+            reuse: each tensor is valid only until the next is asked for, whose memory is the same. Without, each
+                belongs to the caller.
+        """
+        arena = Arena() if reuse else None
+        with OpenFiles(arena) as files:
             for name, members in self.weights.items():
+                if arena is not None:
+                    arena.reset()
                 shape = self.shapes[name]
                 third = _member_shape(shape, len(members))
                 pieces = [_decode(files, member, third) for member in members]
                 tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+                del pieces
                 # diffusers folds Krea 2's modulation tables to (6, D): the same numbers in the same order.
-                yield name, tensor.reshape(shape)
+                tensor = tensor.reshape(shape)
+                yield name, tensor
+                # Not to be held while the next one is read.
+                del tensor
 
 
 def open_model_file(path: str | Path, unconditional: bool = False) -> ModelFile:
@@ -413,7 +427,8 @@ def _decode(files: OpenFiles, weight: StoredWeight, shape: Shape) -> Tensor:
 def _try_to_open(path: Path) -> None:
     """Lets safetensors check what the checks above do not, before anything is loaded."""
     try:
-        with safe_open(path, framework="pt"):
+        # Its mapping for numpy is read-only; that for torch would reserve the whole file's size on Windows.
+        with safe_open(path, framework="np"):
             pass
     except SafetensorError as error:
         raise NotAModelFileError(f"{path.name} is damaged ({error}); download it again") from error

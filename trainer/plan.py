@@ -171,8 +171,8 @@ def skeleton(workload: Workload) -> Transformer:
         layer, shape = FrozenLinear.like(linear), (linear.out_features, linear.in_features)
         format = choose_format(family, precision, name)
         layer.format = format if format.fits_shape(shape) else dense
-        for buffer, value in layer.format.empty(shape).items():
-            layer.register_buffer(buffer, value)
+        for buffer, (dtype, size) in layer.format.layout(shape).items():
+            layer.register_buffer(buffer, torch.empty(size, dtype=dtype))
         if linear.bias is not None:
             layer.register_buffer("bias", torch.empty(linear.bias.shape, dtype=dense.dtype))
         return layer

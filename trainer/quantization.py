@@ -1,13 +1,15 @@
 """Frozen Linears at a chosen precision.
 
 A frozen weight lives as plain buffers (data, scales) of an `nn.Linear` subclass: plain buffers move, copy, list and run
-under inference mode, which torchao's tensor subclasses do not. torchao does the quantising; what is kept are its
-numbers. The weight is dequantised for one matmul and dropped: its autograd Function keeps no copy for backward, it
-dequantises again.
+under inference mode, which torchao's tensor subclasses do not. The numbers are torchao's. A weight is quantised in
+pieces, so that neither its fp32 copy nor the quantiser's temporaries ever stand in memory whole: rows (int8, fp8) and
+blocks (nf4) do not depend on one another, so the pieces' numbers are the whole's. The weight is dequantised for one
+matmul and dropped: its autograd Function keeps no copy for backward, it dequantises again.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +25,24 @@ from .errors import SettingsError
 from .quiet import quiet_torchao
 
 Buffers = Mapping[str, Tensor]
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+# Weights quantised at once. On the CPU 2 MiB in fp32, which stays in its caches: on two cores larger pieces take up to
+# eight times as long. A GPU wants larger ones, so that starting its kernels does not count.
+PIECE = {"cpu": 2**19, "cuda": 2**24}
+
+
+def pieces(weight: Tensor, multiple: int) -> Iterator[tuple[slice, Tensor]]:
+    """The weight as flat fp32 pieces and where they stand, each a multiple of `multiple` weights but for the last.
+
+    They are read alone: a piece of an fp32 weight is the weight.
+    """
+    flat = weight.reshape(-1)
+    size = max(1, PIECE.get(weight.device.type, PIECE["cuda"]) // multiple) * multiple
+    for start in range(0, len(flat), size):
+        place = slice(start, min(start + size, len(flat)))
+        yield place, flat[place].float()
+
 
 # --- formats ---------------------------------------------------------------------------------------------------------
 
@@ -42,12 +62,12 @@ class Format(ABC):
         return self.fits_shape(weight.shape)
 
     @abstractmethod
-    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
-        """fp32 (out, in) → the buffers."""
+    def layout(self, shape: tuple[int, int]) -> Layout:
+        """dtype and shape of the buffers of a weight (out, in)."""
 
     @abstractmethod
-    def empty(self, shape: tuple[int, int]) -> dict[str, Tensor]:
-        """Buffers as `quantize` would make them for a weight of this shape, uninitialised, on the default device."""
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        """(out, in) in any floating dtype → the buffers, on its device; computed in fp32."""
 
     @abstractmethod
     def dequantize(self, buffers: Buffers, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -63,11 +83,12 @@ class Dense(Format):
         self.name = name  # type: ignore[misc]
         self.dtype = dtype
 
-    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
-        return {"data": weight.to(self.dtype)}
+    def layout(self, shape: tuple[int, int]) -> Layout:
+        return {"data": (self.dtype, shape)}
 
-    def empty(self, shape: tuple[int, int]) -> dict[str, Tensor]:
-        return {"data": torch.empty(shape, dtype=self.dtype)}
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        # A copy, so that none is shared with the caller.
+        return {"data": weight.to(self.dtype, copy=True)}
 
     def dequantize(self, buffers: Buffers, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         return buffers["data"].to(dtype)
@@ -78,8 +99,22 @@ class _PerRow(Format):
 
     dtype: ClassVar[torch.dtype]
 
-    def empty(self, shape: tuple[int, int]) -> dict[str, Tensor]:
-        return {"data": torch.empty(shape, dtype=self.dtype), "scale": torch.empty(shape[0], 1)}
+    @abstractmethod
+    def row_quantizer(self) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """torchao's function: fp32 (n, in) → 8-bit data (n, in) and scales (n, 1)."""
+
+    def layout(self, shape: tuple[int, int]) -> Layout:
+        return {"data": (self.dtype, shape), "scale": (torch.float32, (shape[0], 1))}
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        rows, columns = weight.shape
+        data = torch.empty(rows, columns, dtype=self.dtype, device=weight.device)
+        scale = torch.empty(rows, 1, device=weight.device)
+        quantize_rows = self.row_quantizer()
+        for place, piece in pieces(weight, columns):
+            chosen = slice(place.start // columns, place.stop // columns)
+            data[chosen], scale[chosen] = quantize_rows(piece.view(-1, columns))
+        return {"data": data, "scale": scale}
 
     def dequantize(self, buffers: Buffers, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         # 8-bit data are exact in bf16; the in-place product is formed in fp32 and rounded once.
@@ -92,11 +127,15 @@ class Int8(_PerRow):
     name = "int8"
     dtype = torch.int8
 
-    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+    def row_quantizer(self) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         with quiet_torchao():
             from torchao.quantization import Int8Tensor, PerRow
-        quantized = Int8Tensor.from_hp(weight, PerRow())
-        return {"data": quantized.qdata, "scale": quantized.scale}
+
+        def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+            quantized = Int8Tensor.from_hp(rows, PerRow())
+            return quantized.qdata, quantized.scale
+
+        return quantize_rows
 
 
 class Float8(_PerRow):
@@ -105,15 +144,23 @@ class Float8(_PerRow):
     name = "fp8"
     dtype = torch.float8_e4m3fn
 
-    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+    def row_quantizer(self) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         with quiet_torchao():
             from torchao.quantization import Float8Tensor, PerRow
-        quantized = Float8Tensor.from_hp(weight, torch.float8_e4m3fn, PerRow())
-        return {"data": quantized.qdata, "scale": quantized.scale}
+
+        def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+            quantized = Float8Tensor.from_hp(rows, torch.float8_e4m3fn, PerRow())
+            return quantized.qdata, quantized.scale
+
+        return quantize_rows
 
 
 class NF4(Format):
-    """4-bit NormalFloat in blocks of 64 with twice-quantised scales (QLoRA, arXiv 2305.14314; torchao `to_nf4`)."""
+    """4-bit NormalFloat in blocks of 64 with twice-quantised scales (QLoRA, arXiv 2305.14314; torchao `to_nf4`).
+
+    torchao measures each weight's distance to all 16 levels. Here a weight finds its level by the bounds between them,
+    which torchao's own distances give, so that the result is the same to the bit.
+    """
 
     name = "nf4"
     buffers = ("data", "scale", "scale_factor", "scale_mean", "levels")
@@ -128,38 +175,53 @@ class NF4(Format):
 
     def fits(self, weight: Tensor) -> bool:
         """Also not of zeros alone, whose scales would be 0 / 0."""
-        return super().fits(weight) and bool(weight.any())
+        return super().fits(weight) and any(bool(piece.any()) for _, piece in pieces(weight, self.block))
+
+    def layout(self, shape: tuple[int, int]) -> Layout:
+        blocks = math.prod(shape) // self.block
+        return {
+            "data": (torch.uint8, (math.prod(shape) // 2,)),
+            "scale": (torch.int8, (blocks,)),
+            "scale_factor": (torch.float32, (blocks // self._scale_block(blocks),)),
+            "scale_mean": (torch.float32, ()),
+            "levels": (torch.float32, (256, 2)),
+        }
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
-        with quiet_torchao():
-            from torchao.quantization import to_nf4
         if not self.fits(weight):
             raise ValueError(f"nf4 stores blocks of {self.block} weights, not all zero; got {weight.numel()} weights")
-        scale_block = self._scale_block(weight.numel())
-        quantized = to_nf4(weight.contiguous(), self.block, scale_block)
-        levels = quantized.nf4
+        levels = _nf4_levels().to(weight.device)
+        data = torch.empty(weight.numel() // 2, dtype=torch.uint8, device=weight.device)
+        largest = torch.empty(weight.numel() // self.block, device=weight.device)
+        nearest = NearestLevel(levels)
+        for place, piece in pieces(weight, self.block):
+            blocks = piece.view(-1, self.block)
+            largest_here = blocks.abs().amax(1)
+            largest[place.start // self.block : place.stop // self.block] = largest_here
+            # A block of zeros is 0 / 0, for which torchao's search ends at the first level.
+            scaled = (blocks / largest_here[:, None]).nan_to_num_(nan=-1.0)
+            index = nearest(scaled).view(-1, 2)
+            data[place.start // 2 : place.stop // 2] = index[:, 0] << 4 | index[:, 1]
+        scale, factor, mean = self._quantize_scales(largest)
         return {
-            "data": quantized.quantized_data,
-            "scale": quantized.quantized_scalers,
-            "scale_factor": quantized.quantization_factor,
-            "scale_mean": quantized.scaler_mean,
+            "data": data,
+            "scale": scale,
+            "scale_factor": factor,
+            "scale_mean": mean,
             # Both weights of every possible byte, so that one lookup by the byte yields two weights.
             "levels": torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1),
         }
 
-    def _scale_block(self, numel: int) -> int:
-        """Scales that share a factor: 256 in the published models; a smaller weight takes the largest divisor."""
-        return math.gcd(numel // self.block, self.scale_block)
+    def _scale_block(self, blocks: int) -> int:
+        """The published models divide by 256 blocks; a smaller weight takes the largest divisor that it has."""
+        return math.gcd(blocks, self.scale_block)
 
-    def empty(self, shape: tuple[int, int]) -> dict[str, Tensor]:
-        blocks = math.prod(shape) // self.block
-        return {
-            "data": torch.empty(math.prod(shape) // 2, dtype=torch.uint8),
-            "scale": torch.empty(blocks, dtype=torch.int8),
-            "scale_factor": torch.empty(blocks // self._scale_block(math.prod(shape))),
-            "scale_mean": torch.empty(()),
-            "levels": torch.empty(256, 2),
-        }
+    def _quantize_scales(self, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Each block's largest |weight|, fp32 → int8 difference from the mean, fp32 factor per scale block, mean."""
+        mean = largest.mean()
+        groups = (largest - mean).view(-1, self._scale_block(len(largest)))
+        factor = 256 / (2 * groups.abs().amax(1))
+        return (groups * factor[:, None]).round().clamp(-128, 127).flatten().to(torch.int8), factor, mean
 
     def dequantize(self, buffers: Buffers, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         factor = buffers["scale_factor"]
@@ -172,6 +234,61 @@ class NF4(Format):
             blocks = slice(start // self.block, start // self.block + len(part))
             part.copy_(pairs.mul_(scales[blocks, None]))
         return weight.view(shape)
+
+
+class NearestLevel:
+    """fp32 numbers in [-1, 1] → index of the nearest of the ascending levels, uint8; of two alike the lower one.
+
+    [-1, 1] is cut into cells so small that each holds one bound between two levels at most: a number's cell gives the
+    bounds below it, and one comparison tells whether it lies above its cell's own. Rounding cannot spoil that: the cell
+    never decreases as the number grows, and the bounds went through the same arithmetic.
+    """
+
+    cells = 64
+
+    def __init__(self, levels: Tensor) -> None:
+        bounds = upper_bounds(levels)
+        cell = self._cell(bounds).long()
+        self.bound = torch.full((self.cells + 1,), math.inf, device=levels.device)
+        self.bound[cell] = bounds
+        assert len(cell.unique()) == len(cell), "two bounds in one cell"
+        held = torch.zeros(self.cells + 1, dtype=torch.uint8, device=levels.device)
+        held[cell] = 1
+        self.below = held.cumsum(0).sub(held).to(torch.uint8)
+
+    def _cell(self, numbers: Tensor) -> Tensor:
+        return numbers.add(1).mul_(self.cells / 2).to(torch.int32)
+
+    def __call__(self, numbers: Tensor) -> Tensor:
+        flat = numbers.flatten()
+        cell = self._cell(flat)
+        above = flat > self.bound.index_select(0, cell)
+        return self.below.index_select(0, cell).add_(above.view(torch.uint8)).view(numbers.shape)
+
+
+def upper_bounds(levels: Tensor) -> Tensor:
+    """The largest fp32 number that is not nearer to the next level, for each level but the last.
+
+    Nearer by distances that are rounded to fp32: found among the neighbours of the middle.
+    """
+    lower, upper = levels[:-1], levels[1:]
+    candidate = (lower + upper) / 2
+    for _ in range(64):
+        candidate = candidate.nextafter(lower)
+    bound = candidate
+    for _ in range(128):
+        candidate = candidate.nextafter(upper)
+        bound = torch.where((candidate - lower).abs() <= (candidate - upper).abs(), candidate, bound)
+    return bound
+
+
+@functools.cache
+def _nf4_levels() -> Tensor:
+    """The 16 levels, ascending, fp32 (16,), as torchao has them."""
+    with quiet_torchao():
+        from torchao.quantization import to_nf4
+    with torch.inference_mode(False):
+        return to_nf4(torch.ones(64), 64, 1).nf4
 
 
 FP32, BF16 = Dense("fp32", torch.float32), Dense("bf16", torch.bfloat16)
@@ -230,18 +347,21 @@ class FrozenLinear(nn.Linear):
 
     @torch.no_grad()
     def store(self, weight: Tensor, format: Format, device: torch.device | str | None = None) -> FrozenLinear:
-        """Keeps `weight` (out, in), any floating dtype, in `format`; quantised in fp32, on the given device."""
+        """Keeps a copy of `weight` (out, in), any floating dtype, in `format`; quantised in fp32 on the device."""
         if tuple(weight.shape) != (self.out_features, self.in_features):
             raise ValueError(f"weight is {tuple(weight.shape)}, layer is {(self.out_features, self.in_features)}")
         with torch.inference_mode(False):
-            # A dense weight is copied, so that none is shared with the caller; a quantised one is new anyway.
-            if isinstance(format, Dense):
-                stored = {"data": weight.detach().to(device, format.dtype, copy=True)}
-            else:
-                stored = format.quantize(weight.detach().to(device, torch.float32))
+            # Moved as it is stored, which is never wider than fp32.
+            return self.restore(format.quantize(weight.detach().to(device)), format)
+
+    def restore(self, buffers: Buffers, format: Format) -> FrozenLinear:
+        """Takes the very buffers that `format` made of a weight of this layer's size."""
+        if self.format is not None:
+            for name in self.format.buffers:
+                del self._buffers[name]
         self.format = format
         for name in format.buffers:
-            self.register_buffer(name, stored[name].contiguous())
+            self.register_buffer(name, buffers[name].contiguous())
         return self
 
     @torch.no_grad()

@@ -71,12 +71,13 @@ def run(settings: RunSettings, encoders: Encoders | None = None, say: Say = prin
     marks = state.fingerprint(settings, file.files, training)
     saved = state.read(Path(settings.output).resolve() / "state", marks) if resume else None
     model, place = settings.model, checked.device.place
-    base = load_base(file, model.precision, model.compute_dtype, place, int(model.blocks_on_cpu))
+    stored = (model.precision, model.compute_dtype, place)
+    base = load_base(file, *stored, int(model.blocks_on_cpu), model.quantized_cache)
     guide = None
     if checked.unconditional is not None:
         # It is in use for a preview now and then: all of its blocks wait on the CPU of a machine that has a GPU.
         waiting = 0 if checked.device.kind == "cpu" else file.family.block_count(file.config)
-        guide = load_base(checked.unconditional, model.precision, model.compute_dtype, place, waiting)
+        guide = load_base(checked.unconditional, *stored, waiting, model.quantized_cache)
     for note in (*base.notes, *(guide.notes if guide else ())):
         say(note)
     return Run(settings, encoders, say, base, training, held_out, marks, saved, guide).finish()

@@ -51,6 +51,8 @@ class ModelSettings:
         blocks_on_cpu: so many of the transformer's blocks wait in main memory; `auto` for as few as fit.
         compute_dtype: dtype of activations; fp32 where bf16 is not native.
         device: `cpu`, `cuda`, or empty for CUDA where there is one.
+        quantized_cache: a folder in which the quantised base is kept, so that it loads at reading speed the next time;
+            empty for none.
         allow_distilled: train on a file whose name says that it is a distilled variant.
     """
 
@@ -60,6 +62,7 @@ class ModelSettings:
     blocks_on_cpu: int | str = AUTO
     compute_dtype: str = "bf16"
     device: str = ""
+    quantized_cache: str = ""
     allow_distilled: bool = False
 
     def __post_init__(self) -> None:
@@ -240,7 +243,9 @@ def read_settings(path: str | Path) -> RunSettings:
     return dataclasses.replace(
         settings,
         output=_resolved(here, settings.output or f"runs/{path.stem}"),
-        model=dataclasses.replace(model, path=_resolved(here, model.path)),
+        model=dataclasses.replace(
+            model, path=_resolved(here, model.path), quantized_cache=_resolved(here, model.quantized_cache)
+        ),
         dataset=dataclasses.replace(
             dataset,
             pictures=_resolved(here, dataset.pictures),

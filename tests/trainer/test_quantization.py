@@ -9,12 +9,12 @@ import weakref
 import pytest
 import tiny
 import torch
-from graft_lora.trainer import adapters
+from graft_lora.trainer import adapters, quantization
 from graft_lora.trainer.adapters import LoraSettings
 from graft_lora.trainer.base_model import choose_format
 from graft_lora.trainer.errors import SettingsError
 from graft_lora.trainer.families import FAMILIES
-from graft_lora.trainer.quantization import FORMATS, NF4, FrozenLinear, format_of, quantize_model
+from graft_lora.trainer.quantization import FORMATS, NF4, FrozenLinear, NearestLevel, format_of, quantize_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -54,6 +54,76 @@ def test_nf4_dequantises_alike_in_one_chunk_and_in_many(monkeypatch):
     whole = layer.dequantized(torch.float32)
     monkeypatch.setattr(NF4, "chunk", 64 * 100)
     assert torch.equal(layer.dequantized(torch.float32), whole)
+
+
+def stored_by_torchao(mode, w):
+    """The very numbers, quantised whole."""
+    from torchao.quantization import Float8Tensor, Int8Tensor, PerRow, to_nf4
+
+    if mode == "int8":
+        q = Int8Tensor.from_hp(w, PerRow())
+        return {"data": q.qdata, "scale": q.scale}
+    if mode == "fp8":
+        q = Float8Tensor.from_hp(w, torch.float8_e4m3fn, PerRow())
+        return {"data": q.qdata, "scale": q.scale}
+    q = to_nf4(w, 64, 256)
+    scales = {"scale": q.quantized_scalers, "scale_factor": q.quantization_factor, "scale_mean": q.scaler_mean}
+    return {"data": q.quantized_data, **scales}
+
+
+def same_bits(found, wanted):
+    return found.shape == wanted.shape and torch.equal(
+        found.reshape(-1).view(torch.uint8), wanted.reshape(-1).view(torch.uint8)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [64 * 256, 64 * 100, 1, 2**24])
+@pytest.mark.parametrize("mode", QUANTISED)
+def test_a_weight_quantised_in_pieces_has_the_bits_of_the_whole(monkeypatch, mode, size, dtype):
+    """Pieces of many rows, of an odd share of the rows, of one row or block, and one piece."""
+    w = weight(512, 320).to(dtype)
+    w[7], w[300] = 0, w[300] * 1e-6  # rows and blocks of zeros, and tiny ones
+    before = w.clone()
+    monkeypatch.setitem(quantization.PIECE, "cpu", size)
+    found, wanted = FORMATS[mode].quantize(w), stored_by_torchao(mode, w.float())
+    for name, buffer in wanted.items():
+        assert same_bits(found[name], buffer), name
+    assert torch.equal(w, before)
+
+
+def test_nf4_finds_torchaos_level_at_every_bound_between_two():
+    """The 200 fp32 numbers on each side of each bound, where rounding decides, and numbers all over."""
+    levels = stored_levels()
+    numbers = [torch.rand(2**16, generator=torch.Generator().manual_seed(0)) * 2 - 1, levels, torch.zeros(1), -levels]
+    for above in (False, True):
+        number = (levels[1:] + levels[:-1]) / 2
+        for _ in range(200):
+            numbers.append(number)
+            number = number.nextafter(torch.tensor(1.0 if above else -1.0))
+    numbers = torch.cat(numbers)
+    wanted = (numbers[:, None] - levels).abs().min(-1).indices
+    assert len(wanted.unique()) == 16
+    assert torch.equal(NearestLevel(levels)(numbers).long(), wanted)
+
+
+def stored_levels():
+    from torchao.quantization import to_nf4
+
+    return to_nf4(torch.ones(64), 64, 1).nf4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_layout_of_a_format_is_what_it_stores(mode):
+    for rows, columns in ((256, 192), (24, 64), (6, 160)):
+        stored = FORMATS[mode].quantize(weight(rows, columns))
+        found = {name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in stored.items()}
+        assert found == FORMATS[mode].layout((rows, columns))
+
+
+def test_storing_again_in_another_format_leaves_nothing_of_the_first():
+    layer = FrozenLinear(256, 256).store(weight(256, 256), FORMATS["nf4"]).store(weight(256, 256), FORMATS["bf16"])
+    assert set(dict(layer.named_buffers())) == {"data"}
 
 
 class Stack(nn.Module):
@@ -216,12 +286,3 @@ def test_excluded_layers_are_never_quantised(name):
 def test_unknown_precision_is_named():
     with pytest.raises(SettingsError, match="precision 'int3' is not known; choose one of fp32, bf16, fp8, int8, nf4"):
         format_of("int3")
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("shape", [(256, 256), (64, 192), (8, 64 * 3)])
-def test_empty_buffers_are_those_that_quantising_makes(mode, shape):
-    made, empty = FORMATS[mode].quantize(weight(*shape)), FORMATS[mode].empty(shape)
-    assert tuple(made) == tuple(empty) == FORMATS[mode].buffers
-    for name in made:
-        assert (made[name].shape, made[name].dtype) == (empty[name].shape, empty[name].dtype), name

@@ -24,9 +24,10 @@ def test_defaults_are_those_that_a_first_run_needs(tmp_path):
 
 def test_paths_are_relative_to_the_file_even_with_spaces(tmp_path):
     """Lora-Training-in-Comfy 55: a path with a space broke it."""
-    text = '[model]\npath = "my models/base.safetensors"\n[dataset]\npictures = "/abs/pics"\n'
+    text = '[model]\npath = "my models/base.safetensors"\nquantized_cache = "kept"\n[dataset]\npictures = "/abs/pics"\n'
     settings = read_settings(written(tmp_path, text))
     assert settings.model.path == str(tmp_path / "my models" / "base.safetensors")
+    assert settings.model.quantized_cache == str(tmp_path / "kept")
     assert settings.dataset.pictures == "/abs/pics"
 
 
