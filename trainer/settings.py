@@ -48,22 +48,22 @@ class ModelSettings:
         path: a model file; empty for the demonstration base of `family`.
         family: `krea2` or `ideogram4`; needed for the demonstration base only, else it is read off the file.
         precision: how the frozen weights are stored; `auto` for the best one that fits the device.
-        blocks_on_cpu: so many of the transformer's blocks wait in main memory; `auto` for as few as fit.
         compute_dtype: dtype of activations; fp32 where bf16 is not native.
         device: `cpu`, `cuda`, or empty for CUDA where there is one.
         quantized_cache: a folder in which the quantised base is kept, so that it loads at reading speed the next time;
             empty for none.
         allow_distilled: train on a file whose name says that it is a distilled variant.
+        blocks_on_cpu: so many of the transformer's blocks wait in main memory; `auto` for as few as fit.
     """
 
     path: str = ""
     family: str = ""
     precision: str = AUTO
-    blocks_on_cpu: int | str = AUTO
     compute_dtype: str = "bf16"
     device: str = ""
     quantized_cache: str = ""
     allow_distilled: bool = False
+    blocks_on_cpu: int | str = AUTO
 
     def __post_init__(self) -> None:
         _one_of("precision", self.precision, (AUTO, *PRECISIONS))
