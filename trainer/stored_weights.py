@@ -199,7 +199,7 @@ class _Blockwise(StoredWeight):
 
     def __init__(self, layer: Layer, shape: Shape) -> None:
         super().__init__(layer.weight, shape)
-        rows, columns = shape
+        self.padded = rows, columns = shape
         if columns % self.BLOCK:
             raise layer.error(f"is {self.WHAT} of {columns} columns; wanted a multiple of {self.BLOCK}; {WAY_OUT}")
         if rows <= self.BLOCK or columns <= self.BLOCK:
@@ -213,15 +213,15 @@ class _Blockwise(StoredWeight):
 
     def holds(self, shape: Shape) -> bool:
         return len(shape) == 2 and all(
-            wanted <= padded < wanted + self.BLOCK for wanted, padded in zip(shape, self.shape, strict=True)
+            wanted <= padded < wanted + self.BLOCK for wanted, padded in zip(shape, self.padded, strict=True)
         )
 
     def decode(self, read: Read, shape: Shape) -> Tensor:
         stored = read(self.entry)
-        scales = read(self.scale).reshape(_round_up(self.shape[0], 128), -1)
+        scales = read(self.scale).reshape(_round_up(self.padded[0], 128), -1)
         others = self._others(read)
         out_OI = torch.empty(shape)
-        for rows in _slabs(self.shape, 128):
+        for rows in _slabs(self.padded, 128):
             # The last slab's scales go on to the end of their tile.
             tile = slice(rows.start, _round_up(rows.stop, 128))
             decoded = self._decode(stored[rows].contiguous(), scales[tile].contiguous(), others)
@@ -255,6 +255,7 @@ class Nvfp4(_Blockwise):
         if self.smoothing is not None:
             columns = set(range(2 * half - self.BLOCK + 1, 2 * half + 1))
             layer.check(self.smoothing, set(DENSE), columns, self.WHAT)
+            self.shape = rows, self.smoothing.numel
 
     def holds(self, shape: Shape) -> bool:
         return super().holds(shape) and (self.smoothing is None or self.smoothing.numel == shape[1])

@@ -436,11 +436,45 @@ def test_a_misshapen_neighbour_of_a_bitsandbytes_weight_is_named(tmp_path, leaf,
         open_model_file(changed(tmp_path, {**tensors, leaf: value}))
 
 
+@pytest.mark.parametrize("shape", [(256, 192), (256, 288), (288, 256)])
 @pytest.mark.parametrize("kind", COMFY)
-def test_a_quantised_weight_of_another_shape_does_not_fit(tmp_path, kind):
-    tensors, config, _ = comfy_quantise(rough(256, 192), kind)
-    with pytest.raises(MisshapedKeysError, match=r"blocks\.1\.mlp\.up\.weight is \[256, 192\], wanted \[256, 256\]"):
+def test_a_quantised_weight_of_another_shape_does_not_fit(tmp_path, kind, shape):
+    """Larger by a whole block is no padding."""
+    tensors, config, _ = comfy_quantise(rough(*shape), kind)
+    found = rf"\[{shape[0]}, {shape[1]}\]"
+    with pytest.raises(MisshapedKeysError, match=rf"blocks\.1\.mlp\.up\.weight is {found}, wanted \[256, 256\]"):
         open_model_file(changed(tmp_path, tensors, config))
+
+
+def test_a_pre_quant_scale_tells_the_true_width(tmp_path):
+    tensors, config, _ = comfy_quantise(rough(256, 256), "nvfp4")
+    path = changed(tmp_path, {**tensors, "pre_quant_scale": torch.ones(250)}, config)
+    with pytest.raises(MisshapedKeysError, match=r"mlp\.up\.weight is \[256, 250\], wanted \[256, 256\]"):
+        open_model_file(path)
+
+
+@pytest.mark.parametrize(("key", "value"), [("quant_type", "fp4"), ("blocksize", 63), ("blocksize", 0)])
+def test_a_bitsandbytes_state_that_cannot_be_is_refused(tmp_path, key, value):
+    tensors, _ = bnb_4bit(rough(256, 256))
+    leaf = "weight.quant_state.bitsandbytes__nf4"
+    state = {**json.loads(bytes(tensors[leaf].tolist())), key: value}
+    with pytest.raises(UnreadableFormatError, match="is bitsandbytes nf4, but its quant_state is damaged"):
+        open_model_file(changed(tmp_path, {**tensors, leaf: mark(state)}))
+
+
+def test_bitsandbytes_int8_in_tiles_is_refused(tmp_path):
+    tensors = {"weight": torch.zeros(256, 256, dtype=torch.int8), "SCB": torch.ones(256)}
+    tensors["weight_format"] = torch.tensor(2, dtype=torch.uint8)
+    with pytest.raises(UnreadableFormatError, match="in an order of tiles that bitsandbytes itself no longer reads"):
+        open_model_file(changed(tmp_path, tensors))
+
+
+def test_mxfp8_without_its_mark_is_not_taken_for_fp8_with_a_scale_per_row(tmp_path):
+    """Its scales are bytes, exponents: they must not be read as numbers."""
+    tensors = {"weight": torch.zeros(256, 256).to(torch.float8_e4m3fn)}
+    tensors["weight_scale"] = torch.zeros(256, 1, dtype=torch.uint8)
+    with pytest.raises(UnreadableFormatError, match=r"one per row of \[256, 256\], in F32 or BF16 or F16, found U8"):
+        open_model_file(changed(tmp_path, tensors))
 
 
 def test_a_bitsandbytes_weight_of_another_shape_does_not_fit(tmp_path):
