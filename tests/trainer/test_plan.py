@@ -134,6 +134,9 @@ def test_a_second_transformer_for_previews_has_all_its_blocks_on_the_cpu():
 
 # --- choosing, at full size ------------------------------------------------------------------------------------------
 
+# The counts of one process serve all of these.
+full = pytest.mark.xdist_group("full size")
+
 # GB of the card → side of the pictures, and GiB that a run may take of it.
 PROMISES = {8: (512, 7.0), 12: (1024, 10.3), 16: (1024, 14.5), 24: (1024, 22.0)}
 
@@ -144,6 +147,7 @@ def full_size(name, side, **changes):
     return Workload(family, family.published, (family.latent_channels, cells, cells), **changes)
 
 
+@full
 @pytest.mark.parametrize("card", PROMISES)
 def test_auto_fits_the_promised_cards_with_rank_32_and_previews(family_name, card):
     side, most = PROMISES[card]
@@ -156,6 +160,7 @@ def test_auto_fits_the_promised_cards_with_rank_32_and_previews(family_name, car
     assert prediction.host <= 24 * GIB
 
 
+@full
 def test_figures_of_full_size_weights_and_adapters():
     """From the published sizes: 23.9 GiB of bf16 weights, 107e6 and 85.2e6 adapter parameters at 12 bytes with Adam."""
     krea2 = predict(full_size("krea2", 1024, precision="bf16", checkpointing=True, blocks_on_cpu=0))
@@ -172,6 +177,7 @@ def test_a_fast_card_needs_no_checkpointing_and_no_cpu():
     assert (chosen.precision, chosen.checkpointing, chosen.blocks_on_cpu) == ("bf16", False, 0)
 
 
+@full
 def test_what_the_settings_say_is_kept_and_the_rest_is_chosen():
     work = full_size("krea2", 1024, precision="int8")
     chosen = choose(work, Budget(usable(12 * GIB, 12 * GIB), 24 * GIB))
@@ -187,6 +193,7 @@ def test_precisions_that_cannot_be_used_are_passed_over():
     assert chosen.precision == "int8"
 
 
+@full
 def test_little_main_memory_means_fewer_blocks_there():
     roomy = choose(full_size("ideogram4", 1024), Budget(usable(12 * GIB, 12 * GIB), 24 * GIB))
     tight = choose(full_size("ideogram4", 1024), Budget(usable(12 * GIB, 12 * GIB), 6 * GIB))
@@ -194,6 +201,7 @@ def test_little_main_memory_means_fewer_blocks_there():
     assert predict(tight).host <= 6 * GIB
 
 
+@full
 def test_a_card_that_cannot_says_what_it_can():
     with pytest.raises(SettingsError) as caught:
         choose(full_size("krea2", 1024), Budget(int(4.6 * GIB), 32 * GIB))
