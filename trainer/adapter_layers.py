@@ -82,8 +82,8 @@ class Magnitude(nn.Module):
     def start(self, layer: nn.Linear, device: torch.device, dtype: torch.dtype) -> None:
         """Lengths and squares of the base."""
         # Some rows at a time, which spares an fp32 copy of a dense bf16 weight.
-        squares = torch.cat([rows.float().square().sum(dim=1) for rows in layer.weight.split(1024)])
-        self.squares = squares.to(device)
+        rows = (rows.to(device).float() for rows in layer.weight.split(1024))
+        self.squares = torch.cat([some.square().sum(dim=1) for some in rows])
         self.weight = nn.Parameter(self.norm(0).to(dtype))
 
     def norm(self, change: Tensor | float) -> Tensor:
@@ -213,11 +213,12 @@ class LoraLinear(PeftLinear):
         up = self.lora_B[name].weight
         if name not in self.lora_magnitude_vector:
             return self.scaling[name] * F.linear(F.linear(dropped, down), up.to(x.dtype))
+        # The bias is cloned, since backward keeps it and that of a block on the CPU gives its place to another block's.
         # g - 1 is formed in fp32: at the start it is zero, and in bf16 a change of g below 1/256 would be lost.
         gain = self.lora_magnitude_vector[name].weight / self.changed_norm(name, x.dtype)
         excess = (gain - 1).to(base.dtype)
         up = (self.scaling[name] * gain[:, None] * up).to(x.dtype)
-        bias = None if self.base_layer.bias is None else (-excess * self.base_layer.bias).to(x.dtype)
+        bias = None if self.base_layer.bias is None else (-excess * self.base_layer.bias.clone()).to(x.dtype)
         return torch.addcmul(F.linear(F.linear(dropped, down), up, bias).to(base.dtype), base, excess)
 
     @torch.no_grad()

@@ -193,11 +193,11 @@ def inject(
     layers = adapted(model, name)
     if set(layers) != set(targets):
         raise RuntimeError(f"PEFT adapted {len(layers)} modules where {len(targets)} were chosen")
-    # That of the norms: a Linear's own weight may be on the CPU while its block computes elsewhere.
-    device = next(model.parameters()).device
+    # To where the last norm is: a Linear's weight, or a text trunk, may wait on the CPU.
+    *_, last = model.parameters()
     with torch.inference_mode(False):
         for layer in layers.values():
-            layer.start(name, generator, device, dtype)
+            layer.start(name, generator, last.device, dtype)
     for layer in layers.values():
         layer.set_adapter([], inference_mode=True)
         layer.lora_dropout[name].eval()

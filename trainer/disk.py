@@ -16,12 +16,10 @@ import torch
 
 from .errors import SettingsError
 from .families import Family
-from .optimizers import moments_bytes
+from .optimizers import FP32, moments_bytes
 from .plots import GRID_DPI, grid_inches
 from .probes import standing
 from .settings import SAVE_DTYPES, PreviewSettings, TrainSettings
-
-FP32 = 4  # bytes
 
 # --- sizes -----------------------------------------------------------------------------------------------------------
 

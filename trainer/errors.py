@@ -51,6 +51,10 @@ class UnreadableFormatError(CheckpointError):
     """A quantisation that cannot be read, or one whose scales are not there."""
 
 
+class DoesNotFitError(SettingsError):
+    """More memory than there is."""
+
+
 class TrainingError(GraftError):
     """A run that cannot go on or whose result is not sound."""
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from . import plan
 from .adapters import LoraSettings
-from .errors import SettingsError
+from .base_model import PRECISIONS
+from .errors import DoesNotFitError, SettingsError
 from .families import Family
 from .plan import GIB, Budget, Workload
 from .settings import AUTO
@@ -33,6 +34,12 @@ class Question:
     rank: int = 32
     precision: str = AUTO
 
+    def __post_init__(self) -> None:
+        if self.precision not in (AUTO, *PRECISIONS):
+            raise SettingsError(
+                f"precision {self.precision!r} is not known; choose one of {', '.join((AUTO, *PRECISIONS))}"
+            )
+
 
 @dataclass(frozen=True)
 class Row:
@@ -51,6 +58,9 @@ def rows(families: Iterable[Family], cards: Iterable[float], question: Question)
     for family in families:
         for card in cards:
             side = question.resolution or (LARGE if card >= LARGE_FROM else SMALL)
+            multiple = family.latent_downscale * family.latent_multiple
+            if side < multiple or side % multiple:
+                raise SettingsError(f"resolution is {side}; {family.title} takes multiples of {multiple}")
             cells = side // family.latent_downscale
             asked = Workload(
                 family,
@@ -63,7 +73,7 @@ def rows(families: Iterable[Family], cards: Iterable[float], question: Question)
             try:
                 chosen = plan.choose(asked, Budget(plan.usable(memory, memory), int(question.host * GIB)))
                 yield Row(family, card, side, chosen)
-            except SettingsError as error:
+            except DoesNotFitError as error:
                 yield Row(family, card, side, None, str(error))
 
 

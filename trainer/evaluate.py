@@ -28,16 +28,17 @@ def held_out_loss(
     seed two calls see the same noise, so their difference is the model's.
     """
     generator = torch.Generator().manual_seed(seed)
-    device = next(model.parameters()).device
     losses = []
     with attention.training_backends():
         for sample in samples:
-            batch = collate([sample], [Visit(0, flipped=False, captioned=True)] * draws, None)
+            batch = collate([sample], [Visit(0, flipped=False, captioned=True)], None)
             offset = torch.rand((), dtype=torch.float64, generator=generator)
             u = (torch.arange(draws, dtype=torch.float64) + offset) / draws
             sigma_B = sigma_quantiles(family, distribution, u.clamp(1e-9, 1 - 1e-9), batch.latents.shape).float()
-            noise = draw_noise(batch.latents.shape, generator)
-            noisy = add_noise(batch.latents, noise, sigma_B)
-            predicted = batch.velocity(model, noisy.to(device), sigma_B.to(device))
-            losses.append(velocity_loss(predicted.cpu(), batch.latents, noise, batch.weights).mean())
+            noise = draw_noise((draws, *batch.latents.shape[1:]), generator)
+            # One at a time: a measurement takes no more memory than a step.
+            for level, one in zip(sigma_B.split(1), noise.split(1), strict=True):
+                noisy = add_noise(batch.latents, one, level)
+                predicted = batch.velocity(model, noisy.to(model.device), level.to(model.device))
+                losses.append(velocity_loss(predicted.cpu(), batch.latents, one, batch.weights).mean())
     return torch.stack(losses).mean().item()

@@ -77,7 +77,6 @@ class BlocksOnCPU:
     Attributes:
         count: how many blocks.
         host_bytes: what they take in host memory, before an allocator's rounding.
-        device_bytes: what the slots take on the device.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device | str) -> None:
@@ -92,6 +91,10 @@ class BlocksOnCPU:
             size = max(block.flat.numel() for block in self.host)
             self.slots = [Slot(size, device) for _ in range(min(SLOTS, len(blocks)))]
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self.stream is not None:
+            for slot in self.slots:
+                # A copy may be under way when the base is freed: its memory then waits for that.
+                slot.flat.record_stream(self.stream)
         self.device = device
         for index, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self._before, index))
@@ -104,10 +107,6 @@ class BlocksOnCPU:
     @property
     def host_bytes(self) -> int:
         return sum(block.flat.numel() for block in self.host)
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(slot.flat.numel() for slot in self.slots)
 
     # A module's hooks stand outside its `forward`, which checkpointing replaces: they run once in the forward pass, and
     # the hook on the output's gradient runs once in the backward pass, before the block is run again.

@@ -11,7 +11,7 @@ rounding come on top: `usable` leaves room for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -25,7 +25,7 @@ from .adapters import LoraSettings
 from .base_model import choose_format, compute_dtype_of, dense_format
 from .batches import Batch
 from .disk import gib
-from .errors import SettingsError
+from .errors import DoesNotFitError
 from .families import Family, Transformer
 from .live_bytes import LiveBytes, tensors_of
 from .objective import add_noise, velocity_loss
@@ -64,6 +64,7 @@ class Workload:
         blocks_on_cpu: a number, or `auto`.
         preview: whether pictures are sampled during the run.
         unconditional: whether previews use a transformer of their own for the unconditional pass.
+        dataset_bytes: of the encoded samples, which stay in main memory.
     """
 
     family: Family
@@ -80,6 +81,7 @@ class Workload:
     blocks_on_cpu: int | str = AUTO
     preview: bool = True
     unconditional: bool = False
+    dataset_bytes: int = 0
 
     @property
     def blocks(self) -> int:
@@ -122,11 +124,11 @@ class _Counts:
 
 def predict(workload: Workload) -> Prediction:
     """The peaks of a workload in which nothing is left to `auto`."""
-    counts = _counts(replace(workload, blocks_on_cpu=0, unconditional=False))
+    counts = _counts(replace(workload, blocks_on_cpu=0, unconditional=False, dataset_bytes=0))
     on_cpu = int(workload.blocks_on_cpu)
     # Blocks on the CPU are replaced by the slots that they visit, at every moment alike.
     saved = (on_cpu - min(SLOTS, on_cpu)) * counts.block
-    host = on_cpu * _pinned(counts.block) + counts.trunk + LOADING + 2 * counts.adapter
+    host = on_cpu * _pinned(counts.block) + counts.trunk + LOADING + 2 * counts.adapter + workload.dataset_bytes
     guide = guide_host = 0.0
     if workload.unconditional:
         # Every block of the second transformer waits on the CPU.
@@ -149,7 +151,9 @@ def _pinned(bytes: float) -> int:
 @lru_cache(maxsize=64)
 def _counts(workload: Workload) -> _Counts:
     total = workload.blocks
-    if total <= MORE or workload.lora.blocks.strip() != "all":
+    # Targets that name blocks by their numbers do not treat them alike.
+    alike = workload.lora.blocks.strip() == "all" and workload.lora.targets in workload.family.presets
+    if total <= MORE or not alike:
         return _count(workload)
     few, more = (
         _count(replace(workload, config=workload.family.with_blocks(workload.config, blocks))) for blocks in (FEW, MORE)
@@ -302,16 +306,24 @@ def choose(workload: Workload, budget: Budget, modes: Mapping[str, str | None] |
         modes: precision → why it cannot be used, or None where it can; by default each can be.
 
     Raises:
-        SettingsError: nothing fits. It says what is needed and what would fit.
+        DoesNotFitError: nothing fits. It says what is needed and what would fit.
     """
-    precisions = [p for p in AUTO_PRECISIONS if not (modes or {}).get(p)]
+    usable = [p for p in AUTO_PRECISIONS if not (modes or {}).get(p)]
+    found = _fitting(workload, budget, usable)
+    if found is None:
+        raise DoesNotFitError(_too_large(workload, budget, usable))
+    return found
+
+
+def _fitting(workload: Workload, budget: Budget, precisions: Sequence[str]) -> Workload | None:
+    """The workload with every `auto` replaced, or None where nothing fits."""
     candidates = precisions if workload.precision == AUTO else [workload.precision]
-    for most in (workload.blocks // 2, workload.blocks):
+    for most in (workload.blocks // 2, workload.blocks) if workload.blocks_on_cpu == AUTO else (workload.blocks,):
         for precision in candidates:
             found = _fit(replace(workload, precision=precision), budget, most)
             if found is not None:
                 return found
-    raise SettingsError(_too_large(workload, budget, candidates))
+    return None
 
 
 def _fit(workload: Workload, budget: Budget, most: int) -> Workload | None:
@@ -332,10 +344,10 @@ def _fits(workload: Workload, budget: Budget) -> bool:
 
 
 def _too_large(workload: Workload, budget: Budget, precisions: Sequence[str]) -> str:
-    """What was wanted, what there is, and the largest resolution that would fit."""
+    """What was wanted, what there is, and what would fit: other settings first, then smaller pictures."""
     least = replace(
         workload,
-        precision=precisions[-1],
+        precision=precisions[-1] if workload.precision == AUTO else workload.precision,
         checkpointing=True if workload.checkpointing == AUTO else workload.checkpointing,
         blocks_on_cpu=workload.blocks if workload.blocks_on_cpu == AUTO else workload.blocks_on_cpu,
     )
@@ -345,11 +357,30 @@ def _too_large(workload: Workload, budget: Budget, precisions: Sequence[str]) ->
         f"on the device and {gib(prediction.host)} of main memory in {least.precision} with {least.blocks_on_cpu} "
         f"blocks on the CPU; {gib(budget.device)} and {gib(budget.host)} can be used: "
     )
+    for what, other in _ways_out(workload):
+        if other != workload and _fitting(other, budget, precisions) is not None:
+            return f"{message}{what} would fit"
+    lacking = "the device" if prediction.device > budget.device else "main memory"
+    return f"{message}no smaller picture would fit either, {lacking} is too small; close what else uses it"
+
+
+def _ways_out(workload: Workload) -> Iterator[tuple[str, Workload]]:
+    """Changes that a user could make, the least first, and what the workload would then be."""
+    settings: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("checkpointing = true", {"checkpointing": True}),
+        ('blocks_on_cpu = "auto"', {"blocks_on_cpu": AUTO}),
+        ('precision = "auto"', {"precision": AUTO}),
+        ('precision and blocks_on_cpu = "auto"', {"precision": AUTO, "blocks_on_cpu": AUTO}),
+        ("batch_size = 1", {"batch_size": 1}),
+    )
+    for what, change in settings:
+        if workload.checkpointing is not False or "checkpointing" in change:
+            yield what, replace(workload, **change)
+    easiest = replace(workload, checkpointing=True, blocks_on_cpu=AUTO, precision=AUTO, batch_size=1)
+    yield "all of these together", easiest
     for side in (1024, 768, 640, 512, 384, 256):
-        smaller = at_resolution(least, side)
-        if side < _side(workload) and _fits(smaller, budget):
-            return message + f"{side}² would fit"
-    return message + "no smaller picture would fit either; a smaller rank, or another card, might"
+        if side < _side(workload):
+            yield f"{side}²", at_resolution(easiest, side)
 
 
 def at_resolution(workload: Workload, side: int) -> Workload:

@@ -72,6 +72,7 @@ class _Subject:
     conditioning: torch.Tensor
     resolved: RunSettings
     unconditional: ModelFile | None = None
+    encoded_bytes = 0
 
     def __init__(self, settings: RunSettings, encoders: Encoders | None, resume: bool) -> None:
         self.settings, self.encoders, self.resume = settings, encoders, resume
@@ -269,7 +270,7 @@ def _family(subject: _Subject) -> str:
 
 def _unconditional(subject: _Subject) -> str:
     path, base = subject.settings.preview.unconditional, subject.file
-    if not path:
+    if not path or not subject.settings.preview.prompts:
         return "none is used"
     if not base.family.image_only_pass:
         raise SettingsError(
@@ -352,6 +353,7 @@ def _disk_space(subject: _Subject) -> str:
         count = disk.latents_bytes(family, sizes)
         count += disk.conditioning_bytes(captions, empty.shape[-1], empty.element_size(), len(empty))
         demands.append(disk.Demand(folder, "encoded tensors", "[dataset] encoded", count))
+        subject.encoded_bytes = _dataset_bytes(subject)
     return disk.check_room(demands)
 
 
@@ -360,9 +362,15 @@ def _disk_space(subject: _Subject) -> str:
 
 def _memory(subject: _Subject) -> str:
     settings, device = subject.settings, subject.device
+    family, config = subject.file.family, subject.file.config
+    blocks, most = settings.model.blocks_on_cpu, family.block_count(config)
+    if blocks != AUTO and int(blocks) > most:
+        raise SettingsError(f"blocks_on_cpu is {blocks}; {subject.file.path.name} has {most} blocks")
     if subject.resume and settings.model.precision == AUTO:
         # Another precision would be another run: the one that was chosen then holds.
         precision = state.saved_precision(Path(settings.output).resolve() / "state")
+        if fault := modes.precision_fault(precision, device, family):
+            raise SettingsError(f"the run was begun in {precision}: {fault}")
         settings = replace(settings, model=replace(settings.model, precision=precision))
     if device.kind == "cpu":
         subject.resolved = on_cpu(settings)
@@ -398,7 +406,9 @@ def _budget(wanted: plan.Workload, device: Device) -> plan.Budget:
 def _workload(subject: _Subject, settings: RunSettings) -> plan.Workload:
     """The run's largest picture and longest caption; of captions that are not encoded yet, a bound."""
     family = subject.file.family
+    dataset_bytes = subject.encoded_bytes
     if subject.samples:
+        dataset_bytes = sum(tensor.nbytes for sample in subject.samples for tensor in sample.tensors)
         shapes = [(c, h, w) for c, h, w in (sample.latents.shape for sample in subject.samples)]
         tokens = max(len(sample.conditioning) for sample in subject.samples)
     else:
@@ -421,8 +431,18 @@ def _workload(subject: _Subject, settings: RunSettings) -> plan.Workload:
         settings.train.checkpointing,
         settings.model.blocks_on_cpu,
         bool(settings.preview.prompts),
-        bool(settings.preview.unconditional),
+        subject.unconditional is not None,
+        dataset_bytes,
     )
+
+
+def _dataset_bytes(subject: _Subject) -> int:
+    """Of all the pictures and captions when they are encoded, in the cache already or not."""
+    family, empty = subject.file.family, subject.conditioning
+    flips = 2 if subject.settings.dataset.flip else 1
+    latents = flips * disk.latents_bytes(family, [entry.size for entry in subject.placed])
+    captions = [picture.caption for picture in subject.pictures]
+    return latents + disk.conditioning_bytes(captions, empty.shape[-1], empty.element_size(), len(empty))
 
 
 CHECKS = (
@@ -447,5 +467,5 @@ CHECKS = (
         _disk_space,
         ("output folder", "encoded folder", "targets", "dataset", "conditioning width"),
     ),
-    _Check("memory", _memory, ("output folder", "targets", "dataset", "precision", "conditioning width")),
+    _Check("memory", _memory, ("unconditional transformer", "precision", "disk space")),
 )

@@ -10,7 +10,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,7 +23,7 @@ from tqdm import tqdm
 from ..lora_convert import atomic_file
 from . import adapters, attention, state
 from .base_model import Base, load_base
-from .errors import TrainingError
+from .errors import TrainingError, first_line
 from .evaluate import held_out_loss
 from .loop import StepLog, TrainSession
 from .plots import loss_plot, preview_grid, stack
@@ -61,6 +61,11 @@ def run(settings: RunSettings, encoders: Encoders | None = None, say: Say = prin
     Raises:
         GraftError: what is wrong; where a check failed, nothing has been written.
     """
+    return _prepare(settings, encoders, say, resume).finish()
+
+
+def _prepare(settings: RunSettings, encoders: Encoders | None, say: Say, resume: bool) -> Run:
+    """The run, ready to train. What only it needed is free afterwards, such as conditioning that a trunk has read."""
     checked = check(settings, encoders, resume)
     file, settings = checked.file, checked.settings
     if checked.memory:
@@ -71,16 +76,37 @@ def run(settings: RunSettings, encoders: Encoders | None = None, say: Say = prin
     marks = state.fingerprint(settings, file.files, training)
     saved = state.read(Path(settings.output).resolve() / "state", marks) if resume else None
     model, place = settings.model, checked.device.place
-    stored = (model.precision, model.compute_dtype, place)
-    base = load_base(file, *stored, int(model.blocks_on_cpu), model.quantized_cache)
-    guide = None
-    if checked.unconditional is not None:
-        # It is in use for a preview now and then: all of its blocks wait on the CPU of a machine that has a GPU.
-        waiting = 0 if checked.device.kind == "cpu" else file.family.block_count(file.config)
-        guide = load_base(checked.unconditional, *stored, waiting, model.quantized_cache)
-    for note in (*base.notes, *(guide.notes if guide else ())):
-        say(note)
-    return Run(settings, encoders, say, base, training, held_out, marks, saved, guide).finish()
+    how = (model.precision, model.compute_dtype, place)
+    with _room_for("the base and the adapter"):
+        base = load_base(file, *how, int(model.blocks_on_cpu), model.quantized_cache)
+        guide = None
+        if checked.unconditional is not None:
+            # It is in use for a preview now and then: all of its blocks wait on the CPU of a machine that has a GPU.
+            waiting = 0 if checked.device.kind == "cpu" else file.family.block_count(file.config)
+            guide = load_base(checked.unconditional, *how, waiting, model.quantized_cache)
+            for name in file.family.text_trunk:  # it never sees text
+                guide.model.get_submodule(name).to("cpu")
+        for note in (*base.notes, *(guide.notes if guide else ())):
+            say(note)
+        return Run(settings, encoders, say, base, training, held_out, marks, saved, guide)
+
+
+@contextmanager
+def _room_for(what: str) -> Iterator[None]:
+    """Says in one line that memory ran out: on the device, or main memory that is pinned for it.
+
+    Raises:
+        TrainingError: in place of torch's own errors.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one; a failed pinning has no kind of its own
+        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+            raise
+        raise TrainingError(
+            f"out of memory while making room for {what} ({first_line(error)}); close what else uses the memory, or "
+            "choose a lower precision, resolution or rank, or another number of blocks_on_cpu"
+        ) from error
 
 
 def read_dataset(settings: RunSettings, checked: Checked, encoders: Encoders | None, say: Say) -> list[Sample]:
@@ -124,8 +150,8 @@ class Run:
         targets = adapters.resolve_targets(base.family, adapters.linears(base.model), settings.lora)
         self.trunk = TextTrunk(base, targets, marks["base"], cache_of(settings))
         self.training, self.held_out = self.trunk.samples(training), self.trunk.samples(held_out)
-        prompts = [] if encoders is None else [encoders.text(prompt) for prompt in settings.preview.prompts]
-        empty = None if encoders is None or base.family.image_only_pass else encoders.text("")
+        prompts = [] if encoders is None else [_encoded(encoders, prompt) for prompt in settings.preview.prompts]
+        empty = None if encoders is None or base.family.image_only_pass else _encoded(encoders, "")
         if self.trunk.frozen:
             prompts = [self.trunk.tokens(prompt) for prompt in prompts]
             empty = None if empty is None else self.trunk.tokens(empty)
@@ -191,8 +217,7 @@ class Run:
         self.session.save(lora, overwrite=True)
         losses = tuple(line["loss"] for line in self._lines(LOG))
         loss_plot(self.folder / "loss.png", losses, f"{self.name} on {self.base.source.name}", overwrite=True)
-        with self.session.result():
-            after = self.preview(self.session.name)
+        after = self.preview(self.session.name)
         self._write_preview(self.session.done, after)
         self._write_grid(before, after)
         return RunResult(self.folder, lora, self.base, self.session.name, losses)
@@ -256,8 +281,12 @@ class Run:
 
     def _measure(self, step: int) -> None:
         """Held-out loss; the LoRA with the lowest one is kept beside the others."""
-        with self.session.result(), adapters.active(self.base.model, self.session.name):
-            loss = held_out_loss(self.base.model, self.base.family, self.held_out, seed=self.settings.train.seed)
+        try:
+            with self.session.result(), adapters.active(self.base.model, self.session.name):
+                loss = held_out_loss(self.base.model, self.base.family, self.held_out, seed=self.settings.train.seed)
+        except torch.OutOfMemoryError:
+            self.say(f"the held-out loss after step {step} did not fit into memory and is left out")
+            return
         with (self.folder / HELD_OUT).open("a", encoding="utf-8") as log:
             log.write(json.dumps({"step": step, "loss": loss}) + "\n")
         self.say(f"held-out loss after step {step}: {loss:.4f}")
@@ -266,8 +295,7 @@ class Run:
             self.session.save(self.folder / f"{self.name}-best.safetensors", overwrite=True)
 
     def _preview(self, step: int) -> None:
-        with self.session.result():
-            self._write_preview(step, self.preview(self.session.name))
+        self._write_preview(step, self.preview(self.session.name))
 
     def _write_preview(self, step: int, pictures: list[Tensor]) -> None:
         """One picture file a time, and all of them under one another."""
@@ -292,7 +320,8 @@ class Run:
         if self.encoders is None or not self.settings.preview.prompts:
             return []
         try:
-            return self._sample(self.encoders, adapter)
+            with self.session.result() if adapter else nullcontext():
+                return self._sample(self.encoders, adapter)
         except torch.OutOfMemoryError:
             self.say(f"the preview after step {self.session.done} did not fit into memory and is left out")
         # Out of the handler, where the error no longer holds on to the tensors of the attempt.
@@ -323,6 +352,12 @@ class Run:
         """(1, T, D) on the device, of a prompt's conditioning or, with a frozen trunk, of its tokens."""
         text = text[None].to(self.session.device)
         return text if self.trunk.frozen else self.base.model.encode_text(text)
+
+
+def _encoded(encoders: Encoders, text: str) -> Tensor:
+    """(T, W) on the CPU, free of any graph, wherever the encoder works."""
+    with torch.inference_mode(False):
+        return encoders.text(text).detach().cpu().clone()
 
 
 def split(samples: Sequence[Sample], held_out: int, seed: int) -> tuple[list[Sample], list[Sample]]:

@@ -74,6 +74,12 @@ class Sample:
     repeats: int = 1
     after_trunk: bool = False
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of its tensors."""
+        found = (self.latents, self.conditioning, self.flipped, self.weights)
+        return [tensor for tensor in found if tensor is not None]
+
 
 class Cache:
     """Encoded tensors on disk, one file each, named by a hash of everything that they depend on.

@@ -98,8 +98,6 @@ def read(folder: Path, marks: Mapping[str, Any]) -> dict[str, Any]:
         SettingsError: there is no state, it is damaged, or the run differs from the one that it belongs to.
     """
     path = folder / STATE
-    if not path.is_file():
-        raise SettingsError(f"{folder} holds no saved state: there is nothing to resume")
     content = _content(path)
     kept = content["fingerprint"]
     changed = [
@@ -116,12 +114,14 @@ def saved_precision(folder: Path) -> str:
     """The precision of the run whose state is saved there.
 
     Raises:
-        SettingsError: the state is damaged.
+        SettingsError: there is no state, or it is damaged.
     """
     return _content(folder / STATE)["fingerprint"]["precision"]
 
 
 def _content(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise SettingsError(f"{path.parent} holds no saved state: there is nothing to resume")
     try:
         # Plain tensors and containers only: a state file cannot run code.
         content = torch.load(path, map_location="cpu", weights_only=True)

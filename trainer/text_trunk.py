@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -43,10 +43,12 @@ class TextTrunk:
         self.frozen = is_frozen(base.family, targets)
         self.cache = cache or Cache()
         self._base_id = base_id
+        # An earlier run may have ended without room for it on the device.
+        self._move(base.model.device)
 
-    @property
-    def device(self) -> torch.device:
-        return next(self.base.model.parameters()).device
+    def _move(self, device: torch.device) -> None:
+        for name in self.base.family.text_trunk:
+            self.base.model.get_submodule(name).to(device)
 
     def samples(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with their conditioning put through a frozen trunk; as they are where it is trained."""
@@ -67,20 +69,21 @@ class TextTrunk:
 
     def _run(self, conditioning_TW: Tensor) -> Tensor:
         with torch.inference_mode(False), adapters.active(self.base.model, None):
-            return self.base.model.encode_text(conditioning_TW[None].to(self.device))
+            return self.base.model.encode_text(conditioning_TW[None].to(self.base.model.device))
 
     @contextmanager
     def parked(self) -> Iterator[None]:
         """While it lasts the weights of a frozen trunk are on the CPU and their memory on the device is free."""
-        children = [self.base.model.get_submodule(name) for name in self.base.family.text_trunk] if self.frozen else []
-        device = self.device
+        if not self.frozen:
+            yield
+            return
+        self._move(torch.device("cpu"))
         try:
-            for child in children:
-                child.to("cpu")
             yield
         finally:
-            for child in children:
-                child.to(device)
+            # What ended the run may still hold all of the device's memory: that error is the one to be seen.
+            with suppress(torch.OutOfMemoryError):
+                self._move(self.base.model.device)
 
 
 def is_frozen(family: Family, targets: Sequence[str]) -> bool:

@@ -33,22 +33,22 @@ def base_file(request, tmp_path_factory):
     return tiny.write(model, tmp_path_factory.mktemp("base") / f"{request.param}.safetensors")
 
 
-def step(base, checkpointing, targets="attention+mlp", blocks="all"):
+def step(base, checkpointing, targets="attention+mlp", blocks="all", kind="lora"):
     """Loss and the gradients of a rank-2 adapter with random B, by name."""
-    settings = LoraSettings(rank=2, alpha=2, targets=targets, blocks=blocks)
+    settings = LoraSettings(kind, rank=2, alpha=2, targets=targets, blocks=blocks)
     names = adapters.resolve_targets(base.family, adapters.linears(base.model), settings)
     adapters.inject(base.model, "a", settings, names, torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1)
     for layer in adapters.adapted(base.model, "a").values():
-        torch.nn.init.normal_(layer.lora_B["a"].weight, std=0.1, generator=generator)
+        torch.nn.init.normal_(layer.zero_at_start("a"), std=0.1, generator=generator)
     chosen = base.family.blocks(base.model).values() if checkpointing else ()
     with adapters.active(base.model, "a", train=True), memory.checkpointed(chosen):
         loss = base.model(**tiny.inputs(base.family.name)).float().square().mean()
         loss.backward()
     return loss.detach(), {
-        f"{name}.{part}": getattr(layer, part)["a"].weight.grad
+        f"{name}.{part}": weight.grad
         for name, layer in adapters.adapted(base.model, "a").items()
-        for part in ("lora_A", "lora_B")
+        for part, weight in layer.weights("a").items()
     }
 
 
@@ -68,6 +68,17 @@ def test_loss_and_gradients_are_identical_and_no_layer_is_left_untrained(base_fi
     # Twice on the same base: the slots are left in a state that the next step can begin from.
     adapters.remove(base.model, "a")
     assert torch.equal(step(base, checkpointing)[0], plain_loss)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["dora", "lokr"])
+def test_other_adapters_on_every_linear_are_identical_too(base_file, kind, checkpointing):
+    """A DoRA keeps a base's bias for backward, by which time another block has taken its place on the device."""
+    plain_loss, plain = step(load_base(base_file, "int8", "bf16"), checkpointing, "all", kind=kind)
+    base = load_base(base_file, "int8", "bf16", blocks_on_cpu=BLOCKS)
+    loss, gradients = step(base, checkpointing, "all", kind=kind)
+    assert torch.equal(loss, plain_loss)
+    assert all(torch.equal(gradients[name], plain[name]) for name in plain)
 
 
 def reads(monkeypatch):

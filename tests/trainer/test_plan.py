@@ -97,6 +97,7 @@ CASES = {
     "trained trunk": {"lora": LoraSettings(rank=4, alpha=4, targets="all")},
     "some blocks": {"lora": LoraSettings(rank=4, alpha=4, blocks="2-3")},
     "dora": {"lora": LoraSettings("dora", rank=4, alpha=4), "precision": "int8"},
+    "blocks by number": {"lora": LoraSettings(rank=4, alpha=4, targets=r"(blocks|layers)\.[12]\.(attn|attention)\..*")},
     "lokr": {"lora": LoraSettings("lokr", rank=4, alpha=4), "checkpointing": False},
 }
 

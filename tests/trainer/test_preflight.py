@@ -12,7 +12,7 @@ import tiny
 import torch
 from graft_lora.examples.demo import draw_folder
 from graft_lora.examples.demo_parts import base_path, encoders
-from graft_lora.trainer import disk, probes
+from graft_lora.trainer import disk, preflight, probes
 from graft_lora.trainer import run as run_module
 from graft_lora.trainer.adapters import LoraSettings
 from graft_lora.trainer.checkpoints import telling_name
@@ -103,7 +103,7 @@ def test_checks_that_cannot_be_made_say_what_stands_in_their_way(tmp_path, setti
         "optimizer": f"{reason}device",
         "conditioning width": f"{reason}model file",
         "disk space": f"{reason}targets, dataset, conditioning width",
-        "memory": f"{reason}targets, dataset, precision, conditioning width",
+        "memory": f"{reason}unconditional transformer, precision, disk space",
     }
 
 
@@ -298,6 +298,43 @@ def test_a_cache_of_samples_is_read_by_the_checks_and_needs_no_encoded_folder(tm
     said = {verdict.name: verdict.message for verdict in verdicts(settings, None)}
     assert said["encoded folder"] == "none is needed"
     assert "encoded tensors" not in said["disk space"]
+
+
+def test_auto_is_resolved_for_a_card_and_kept_by_a_resume(tmp_path, monkeypatch, settings):
+    cards.insert(monkeypatch, cards.RTX_3090)
+    monkeypatch.setattr(probes, "precision_fault", lambda precision, device: None)
+    asked = changed(settings, "model", device="", precision="auto", compute_dtype="bf16")
+    found = check(asked, encoders(KREA2))
+    assert (found.settings.model.precision, found.settings.model.blocks_on_cpu) == ("bf16", 0)
+    assert found.settings.train.checkpointing is False
+    assert found.memory.startswith("memory plan: bf16, without checkpointing, 0 of 3 blocks on the CPU: ")
+    monkeypatch.setattr(preflight.state, "saved_precision", lambda folder: "nf4")
+    (tmp_path / "out" / "state").mkdir(parents=True)
+    assert check(asked, encoders(KREA2), resume=True).settings.model.precision == "nf4"
+    monkeypatch.setattr(probes, "precision_fault", lambda precision, device: "torchao is a stub")
+    with pytest.raises(SettingsError, match="the run was begun in nf4: torchao is a stub"):
+        check(asked, encoders(KREA2), resume=True)
+
+
+def test_a_card_without_room_is_refused_with_what_would_fit(monkeypatch, settings):
+    cards.insert(monkeypatch, cards.RTX_3090, total=int(0.56 * 2**30), free=2**29)
+    monkeypatch.setattr(probes, "precision_fault", lambda precision, device: None)
+    said = refusal_on_card(changed(settings, "model", device="", precision="int8", compute_dtype="bf16"))
+    assert said.startswith("Krea 2 at 64² with rank 2 takes ")
+    assert "the device is too small" in said
+
+
+def refusal_on_card(settings):
+    with pytest.raises(SettingsError) as caught:
+        check(settings, encoders(KREA2))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["", "cpu"])
+def test_more_blocks_on_the_cpu_than_there_are_are_refused_before_anything_is_encoded(monkeypatch, settings, device):
+    settings = changed(settings, "model", blocks_on_cpu=40, device=device)
+    with pytest.raises(SettingsError, match=r"blocks_on_cpu is 40; krea2-demo-base\.safetensors has 3 blocks"):
+        check(settings, encoders(KREA2))
 
 
 @pytest.mark.parametrize("path", ["turbo", "turbo/transformer", "turbo/transformer/x.safetensors"])

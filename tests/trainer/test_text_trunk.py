@@ -12,6 +12,7 @@ from graft_lora.trainer.adapters import LoraSettings
 from graft_lora.trainer.base_model import load_base
 from graft_lora.trainer.batches import Visit, collate
 from graft_lora.trainer.checkpoints import open_model_file
+from graft_lora.trainer.evaluate import held_out_loss
 from graft_lora.trainer.families import FAMILIES
 from graft_lora.trainer.loop import TrainSession
 from graft_lora.trainer.samples import Cache, Sample
@@ -106,6 +107,28 @@ def test_the_trunk_is_all_that_the_text_runs_through(family_name):
     called.clear()
     model(arguments["latents"], arguments["sigma_B"], mask_BT=arguments["mask_BT"], text=text)
     assert not called & trunk
+
+
+def test_a_frozen_trunk_is_away_while_it_is_parked_and_comes_back(base_path, monkeypatch):
+    base = load_base(base_path, "fp32", "fp32")
+    trunk, moves = TextTrunk(base, [], "base"), []
+    with monkeypatch.context() as patch:
+        patch.setattr(TextTrunk, "_move", lambda self, device: moves.append(str(device)))
+        with trunk.parked():
+            assert moves == ["cpu"]
+        assert moves == ["cpu", str(base.model.device)]
+    trunk._move(torch.device("meta"))
+    away = {name.split(".")[0] for name, tensor in base.model.state_dict().items() if tensor.is_meta}
+    assert away == set(base.family.text_trunk)
+
+
+def test_held_out_loss_is_measured_where_the_model_computes_and_not_where_its_trunk_waits(base_path):
+    """Ideogram 4's first parameter is the trunk's: asked for the device, it would send everything to the CPU."""
+    base = load_base(base_path, "fp32", "fp32")
+    trunk = TextTrunk(base, [], "base")
+    cached = trunk.samples(samples(base.family.name))
+    trunk._move(torch.device("meta"))  # stands in for a place that is not the device
+    assert 0 < held_out_loss(base.model, base.family, cached, draws=2) < 100
 
 
 def test_conditioning_and_text_are_not_both_taken(family_name):

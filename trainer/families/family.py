@@ -31,6 +31,12 @@ class Transformer(nn.Module, ABC):
         super().__init__()
         self._rope: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
+    @property
+    def device(self) -> torch.device:
+        """Where it computes: that of its last norm, since a text trunk, which may wait on the CPU, comes first."""
+        *_, last = self.parameters()
+        return last.device
+
     @abstractmethod
     def text_tokens(self, conditioning: Tensor, mask_BT: Tensor | None) -> Tensor:
         """The text trunk: (B, T, W) → (B, T, D). It depends on neither time nor latents."""
