@@ -162,8 +162,9 @@ def _nothing(found: Sorted) -> NotALoraError:
         return NotALoraError(f"there are keys of a text encoder alone, such as {names}; wanted a LoRA of {_titles()}")
     if not found.unknown:
         return NotALoraError(f"the file has no tensors; wanted a LoRA of {_titles()}")
+    first = shown(found.unknown[0])
     return NotALoraError(
-        f"none of {len(found.unknown)} keys is recognised, such as {shown(found.unknown[0])}; wanted a LoRA of {_titles()}"
+        f"none of {len(found.unknown)} keys is recognised, {first} first; wanted a LoRA of {_titles()}"
     )
 
 

@@ -39,10 +39,12 @@ def style_of(keys: Iterable[Key], family: str, fused: bool | None) -> Style:
     places = [place for key in keys for place in key.places if place.family == family]
     named = Counter(place.naming for place in places if place.naming in (OFFICIAL, DIFFUSERS))
     pairs = Counter(key.pair for key in keys if key.pair)
+    prefix = Counter(key.prefix for key in keys).most_common(1)[0][0]
     return Style(
-        prefix=Counter(key.prefix for key in keys).most_common(1)[0][0],
+        prefix=prefix,
         naming=named.most_common(1)[0][0] if named else OFFICIAL,
-        flat=Counter(place.flat for place in places).most_common(1)[0][0],
+        # A name of one word tells nothing, a prefix does.
+        flat=prefix.endswith("_") or Counter(place.flat for place in places).most_common(1)[0][0],
         pair=pairs.most_common(1)[0][0] if pairs else "",
         alpha=any(key.part == "alpha" for key in keys),
         fused=fused,

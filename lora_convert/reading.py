@@ -320,11 +320,11 @@ class _Reader:
         change = self._of_kind(called, group, parts, shape)
         if parts:
             raise BrokenModuleError(
-                f"{called} has {there}; {', '.join(parts)} cannot go with the rest; wanted the parts of one kind of adapter"
+                f"{called} has {there}; {', '.join(parts)} cannot go with the rest; wanted parts of one kind of adapter"
             )
         if change.shape != shape:
             raise BrokenModuleError(
-                f"{called} has a change of {list(change.shape)}; wanted {list(shape)}, the weight's; is it for another base?"
+                f"{called} has a change of {list(change.shape)}; wanted {list(shape)}; is it for another base?"
             )
         if change.scale == 0:
             self.counted["have alpha 0 and change nothing"] += 1
@@ -375,7 +375,7 @@ class _Reader:
         rank = right.shape[0]
         if left.shape[1] != rank:
             raise BrokenModuleError(
-                f"{called} has {name} of {list(left.shape)} and {list(right.shape)}; wanted the same rank; it is damaged"
+                f"{called} has {name} of {list(left.shape)} and {list(right.shape)}; wanted one rank; it is damaged"
             )
         limit = max(side for shape in self.sizes.shapes.values() for side in shape)
         if not 1 <= rank <= limit:
