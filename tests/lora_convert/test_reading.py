@@ -416,13 +416,19 @@ def test_peft_agrees(family_name, dora, rslora, tmp_path):
 @pytest.mark.parametrize("on_output", [None, True, False])
 @pytest.mark.parametrize("rslora", [False, True])
 def test_lycoris_agrees(kind, on_output, rslora):
-    """Its own modules' state dicts, and its own weights."""
+    """Its own modules' state dicts, and the weights that its forward uses.
+
+    Not those of `get_merged_weight`, which in 4.1 multiplies LoHa and LoKr by alpha / rank twice. Of whole LoKr factors
+    under rsLoRA its training has another strength than any reader of its files, itself included.
+    """
+    if kind == "lokr whole" and rslora:
+        pytest.skip("trained with a strength that its file does not hold")
     from lycoris.modules.locon import LoConModule
     from lycoris.modules.loha import LohaModule as TheirLoha
     from lycoris.modules.lokr import LokrModule as TheirLokr
 
     cls = {"locon": LoConModule, "loha": TheirLoha}.get(kind, TheirLokr)
-    more = {"lokr whole": {"full_matrix": True}, "lokr both": {"decompose_both": True, "factor": 64}}.get(kind, {})
+    more = {"lokr whole": {"full_matrix": True}, "lokr both": {"decompose_both": True, "factor": -1}}.get(kind, {})
     name = "layers.0.feed_forward.w1"
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -442,7 +448,11 @@ def test_lycoris_agrees(kind, on_output, rslora):
     wanted_type = {"locon": LoraModule, "loha": LohaModule}.get(kind, LokrModule)
     assert type(change) is wanted_type
     with torch.no_grad():
-        merged, _ = theirs.get_merged_weight()
+        trained = theirs.make_weight() * theirs.scale if kind == "locon" else theirs.get_weight(theirs.shape)
+        assert tiny.relative(change.delta(), trained) < 1e-6
+        merged = linear.weight + trained
+        if on_output is not None:
+            merged = theirs.apply_weight_decompose(merged)
         assert tiny.relative(change.merged(linear.weight), merged) < 1e-5
 
 
