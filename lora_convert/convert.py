@@ -1,4 +1,4 @@
-"""Converting LoRA files: read any layout, write another, and prove that both say the same before the file is put in place.
+"""Converting LoRA files: read any layout, write another, prove that both say the same, put the file in place.
 
     report = convert_file("from-onetrainer.safetensors", "for-comfyui.safetensors", "comfyui")
 
@@ -8,8 +8,7 @@ the rounding of the dtype, or than the error of a chosen rank, is a failure, and
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,10 @@ from torch import Tensor
 
 from .canonical import Change, Split
 from .compare import difference
+from .dora import bake as effect_of
 from .errors import CannotConvertError, LoraError
 from .files import write_state
+from .pieces import Base, Weights
 from .reading import LoraFile, open_lora, read_lora
 from .sizes import Sizes
 from .writing import LAYOUTS, Written, write_lora
@@ -30,9 +31,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # one more where a scale is folded into one of them.
 ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 ROUNDINGS = 4
-
-Base = Callable[[str], Tensor]
-"""Official module name → its weight (out, in) of the base model."""
 
 
 @dataclass(frozen=True)
@@ -122,26 +120,39 @@ def convert_state(
         raise LoraError(f"rank is {rank}; wanted 1 or more")
     source = read_lora(state, metadata, sizes)
     chosen = None if dtype is None else DTYPES[dtype]
-    written = write_lora(source, layout, dtype=chosen, rank=rank, bake=bake, base=base)
-    report = verify(source, written, layout, sizes, base)
+    written = write_lora(source, layout, dtype=chosen, rank=rank, bake=bake, base=base, sizes=sizes)
+    report = verify(source, written, layout, sizes, base, rank)
     return written.state, written.metadata, report
 
 
-def verify(source: LoraFile, written: Written, layout: str, sizes: Sizes | None, base: Base | None) -> Report:
+def verify(
+    source: LoraFile,
+    written: Written,
+    layout: str,
+    sizes: Sizes | None = None,
+    base: Base | None = None,
+    rank: int | None = None,
+) -> Report:
     """Compares what a reader of the target layout would compute with what the source says.
 
     Raises:
         LoraError: a module that is not there, or differs by more than rounding and the chosen rank explain.
     """
-    after = read_lora(written.state, written.metadata, sizes, reader=layout)
+    sizes = sizes or Sizes.published(source.family)
+    weights = Weights(source.family, base, sizes)
+    after = read_lora(written.state, written.metadata, sizes)
     reports = []
     for name, wanted in source.modules.items():
         found = after.modules.get(name)
         if found is None:
             raise LoraError(f"{name} is not in the result; this is a fault of Graft: report it with the file's keys")
-        truncation = written.errors.get(name)
-        error = difference(wanted, found) if name not in written.baked else difference(written.baked[name], found)
-        allowed = ROUNDINGS * _rounding(found) + (truncation or 0.0)
+        truncation = _truncation(written, name, sizes)
+        if base is not None and _has_lengths(wanted):
+            # One form of its lengths may have become another, or all of it a full change: what it does is compared.
+            error = difference(_effect(wanted, name, weights), _effect(found, name, weights), whole=rank is not None)
+        else:
+            error = difference(wanted, found, whole=rank is not None)
+        allowed = ROUNDINGS * max(_rounding(found), _rounding(wanted)) + (truncation or 0.0)
         reports.append(ModuleReport(name, _kind(wanted), error, allowed, truncation))
     extra = sorted(after.modules.keys() - source.modules.keys())
     if extra:
@@ -155,8 +166,8 @@ def verify(source: LoraFile, written: Written, layout: str, sizes: Sizes | None,
         worst = max(wrong, key=lambda report: report.difference)
         raise LoraError(
             f"{len(wrong)} of {len(reports)} modules would not be what they were, {worst.name} the worst by "
-            f"{worst.difference:.1e} where rounding explains {worst.allowed:.1e}; nothing was written: convert in fp32, "
-            "or report it with the file's keys"
+            f"{worst.difference:.1e} where rounding explains {worst.allowed:.1e}; nothing was written: convert in "
+            "fp32, or report it with the file's keys"
         )
     return Report(
         source.family,
@@ -164,9 +175,33 @@ def verify(source: LoraFile, written: Written, layout: str, sizes: Sizes | None,
         source.layout,
         layout,
         tuple(reports),
-        written.error,
+        written.error if rank is not None else None,
         (*source.notes, *written.notes),
     )
+
+
+def _truncation(written: Written, name: str, sizes: Sizes) -> float | None:
+    """Of a module, or the largest of q, k and v that were brought to a rank apart."""
+    members = sizes.table.members(name) if sizes.is_joint(name) else None
+    letters = [f"{letter} of {name}" for letter in "qkv"]
+    found = [written.errors[key] for key in (name, *(members or ()), *letters) if key in written.errors]
+    return max(found, default=None)
+
+
+def _has_lengths(change: Change | Split) -> bool:
+    members = change.members if isinstance(change, Split) else (change,)
+    return any(member is not None and member.has_magnitude for member in members)
+
+
+def _effect(change: Change | Split, name: str, weights: Weights) -> Change | Split:
+    """All that a change does to its weight, as full changes."""
+    if not isinstance(change, Split):
+        return effect_of(change, weights.of(name, None))
+    q, k, v = (
+        None if member is None else effect_of(member, weights.of(name, index))
+        for index, member in enumerate(change.members)
+    )
+    return Split((q, k, v), change.rows)
 
 
 def _rounding(change: Change | Split) -> float:
@@ -216,16 +251,3 @@ def convert_file(
     target.parent.mkdir(parents=True, exist_ok=True)
     write_state(target, converted, header, overwrite=force)
     return report
-
-
-def norms(file: LoraFile) -> dict[str, float]:
-    """Frobenius norm of each module's dW; DoRA's magnitudes are left aside."""
-    return {name: _norm(change) for name, change in file.modules.items()}
-
-
-def _norm(change: Change | Split | None) -> float:
-    if change is None:
-        return 0.0
-    if isinstance(change, Split):
-        return math.hypot(*(_norm(member) for member in change.members))
-    return change.norm()
