@@ -238,3 +238,6 @@ class Split:
 
 Canonical = dict[str, Change]
 """Official module name → its change."""
+
+Trained = dict[str, LoraModule | LokrModule]
+"""The same of the kinds that Graft trains."""

@@ -8,7 +8,7 @@ the rounding of the dtype, or than the error of a chosen rank, is a failure, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -216,6 +216,39 @@ def _kind(change: Change | Split) -> str:
     return type(change).__name__
 
 
+def convert_folder(
+    source: str | Path, target: str | Path, layout: str, **options: Any
+) -> Iterator[tuple[Path, Report | Exception]]:
+    """Converts every safetensors file of a folder and its subfolders into the same places of another.
+
+    One that fails does not stop the others.
+
+    Args:
+        source: the folder.
+        target: another, made where it is not there.
+        layout: one of `LAYOUTS`.
+        options: of `convert_file`.
+
+    Yields:
+        Each file of the source, by its name within it, with its report or its error.
+
+    Raises:
+        LoraError: the source is no folder, holds no such file, or is the target.
+    """
+    source, target = Path(source), Path(target)
+    if target.resolve() == source.resolve():
+        raise CannotConvertError(f"{target} is the source itself, which is not touched; give another folder")
+    files = sorted(path for path in source.rglob("*.safetensors") if not path.is_relative_to(target))
+    if not files:
+        raise LoraError(f"{source} holds no .safetensors files")
+    for path in files:
+        name = path.relative_to(source)
+        try:
+            yield name, convert_file(path, target / name, layout, **options)
+        except (LoraError, OSError) as error:
+            yield name, error
+
+
 def convert_file(
     source: str | Path,
     target: str | Path,
@@ -251,3 +284,15 @@ def convert_file(
     target.parent.mkdir(parents=True, exist_ok=True)
     write_state(target, converted, header, overwrite=force)
     return report
+
+
+__all__ = [
+    "DTYPES",
+    "LAYOUTS",
+    "ModuleReport",
+    "Report",
+    "convert_file",
+    "convert_folder",
+    "convert_state",
+    "verify",
+]
