@@ -14,8 +14,8 @@ from .canonical import Change, LokrModule, LoraModule, Split
 from .fusing import cut
 from .low_rank import MAGNITUDES, as_lora, product_norm, stacked_norm
 
-_CHUNK_BYTES = 8 * 2**20
-"""Of a temporary of rows of dW in fp32. About six stand at a time, so that all are below 64 MiB."""
+_CHUNK_BYTES = 4 * 2**20
+"""Of a temporary of rows of dW in fp32. About eight stand at a time."""
 
 
 def difference(a: Change | Split, b: Change | Split, whole: bool = False) -> float:

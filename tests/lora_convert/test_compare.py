@@ -81,6 +81,7 @@ def test_a_stack_is_compared_with_its_members_by_their_bits(no_products):
         (lora(), replace(lora(), alpha=-2.0)),
         (lora(), lokr()),
         (lokr(), replace(lokr(), w2=lokr().w2 * 1.01)),
+        (lokr(), LokrModule(normal(0, 5, 2), normal(1, 4, 12), 1.0)),
         (loha(), replace(loha(), alpha=1.01)),
         (loha(), lora()),
         (DiffModule(normal(0, 20, 24)), lora()),
