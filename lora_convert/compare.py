@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from .canonical import Change, LoraModule, Split
+from .canonical import Change, LokrModule, LoraModule, Split
 from .fusing import cut
-from .low_rank import MAGNITUDES, product_norm, stacked_norm
+from .low_rank import MAGNITUDES, as_lora, product_norm, stacked_norm
 
-_CHUNK_BYTES = 8 * 2**20
-"""Of a temporary of rows of dW in fp32. About six stand at a time, so that all are below 64 MiB."""
+_CHUNK_BYTES = 4 * 2**20
+"""Of a temporary of rows of dW in fp32. About eight stand at a time."""
 
 
 def difference(a: Change | Split, b: Change | Split, whole: bool = False) -> float:
@@ -26,9 +26,10 @@ def difference(a: Change | Split, b: Change | Split, whole: bool = False) -> flo
 
         s₁ B₁ A₁ − s₂ B₂ A₂ = (s₁ B₁ − s₂ B₂) A  where the A's are the same bits, else [s₁ B₁, −s₂ B₂] [A₁; A₂] by QR,
 
-    in fp64. Ranks that are zero in the rows at hand are left out before. All else goes by dW in chunks of rows, in fp32
-    with fp64 sums, whose floor is about 1e-7. Lengths are compared in the forms that both have, each by itself: |a − b|
-    / |a|, the largest.
+    in fp64. Ranks that are zero in the rows at hand are left out before. LoKr pairs of like shapes go by their factors
+    too, and a LoKr beside a LoRA by its own form as one. All else goes by dW in chunks of rows, in fp32 with fp64 sums,
+    whose floor is about 1e-7. Lengths are compared in the forms that both have, each by itself: |a − b| / |a|, the
+    largest.
 
     Returns:
         0 if nothing differs. Infinite for other shapes, for a number that is not finite, for a difference from nothing,
@@ -139,8 +140,14 @@ def _distance(one: _Side, other: _Side) -> float:
         return _norm(other if one is None else one)
     if _same_bits(one, other):
         return 0.0
-    if isinstance(one, LoraModule) and isinstance(other, LoraModule):
-        return _low_rank_distance(one, other)
+    if isinstance(one, LokrModule) and isinstance(other, LokrModule):
+        (w1, w2), (w1_other, w2_other) = _factors(one), _factors(other)
+        if w1.shape == w1_other.shape and w2.shape == w2_other.shape:
+            return _kronecker_distance(w1, w2, w1_other, w2_other)
+    if isinstance(one, LoraModule) or isinstance(other, LoraModule):
+        low, low_other = _low_rank(one), _low_rank(other)
+        if low is not None and low_other is not None:
+            return _low_rank_distance(low, low_other)
     return _dense_norm(one, other)
 
 
@@ -172,6 +179,34 @@ def _low_rank_distance(one: LoraModule, other: LoraModule) -> float:
     )
 
 
+def _low_rank(side: Change | _Piece) -> LoraModule | None:
+    """A LoRA, or a LoKr as one."""
+    whole = side.change if isinstance(side, _Piece) else side
+    low = as_lora(whole) if isinstance(whole, LoraModule | LokrModule) else None
+    if low is None or not isinstance(side, _Piece):
+        return low
+    return replace(low, up=low.up[side.start : side.stop], magnitude=None, magnitude_over_base=None)
+
+
+def _factors(change: LokrModule) -> tuple[Tensor, Tensor]:
+    """w1 with the scale in it, and w2, in fp64."""
+    w1, w2 = (
+        factor[0].double() @ factor[1].double() if isinstance(factor, tuple) else factor.double()
+        for factor in (change.w1, change.w2)
+    )
+    return change.scale * w1, w2
+
+
+def _kronecker_distance(w1: Tensor, w2: Tensor, w1_other: Tensor, w2_other: Tensor) -> float:
+    """‖w1 ⊗ w2 − w1' ⊗ w2'‖ as that of d1 ⊗ w2 + w1' ⊗ d2, with the differences d of the factors.
+
+    Its square is ‖d1‖² ‖w2‖² + ‖w1'‖² ‖d2‖² + 2 ⟨d1, w1'⟩ ⟨w2, d2⟩, so that nothing large cancels where d is small.
+    """
+    d1, d2 = w1 - w1_other, w2 - w2_other
+    square = (d1.norm() * w2.norm()) ** 2 + (w1_other.norm() * d2.norm()) ** 2
+    return math.sqrt(max((square + 2 * (d1 * w1_other).sum() * (w2 * d2).sum()).item(), 0.0))
+
+
 def _live(change: LoraModule) -> tuple[Tensor, Tensor]:
     """B and A without the ranks whose column of B is zero, as most are in a member's rows of a stack."""
     live = change.up.any(0)
@@ -184,6 +219,9 @@ def _norm(side: _Side) -> float:
         return 0.0
     if isinstance(side, LoraModule):
         return abs(side.scale) * product_norm(side.up, side.down)
+    if isinstance(side, LokrModule):
+        w1, w2 = _factors(side)
+        return (w1.norm() * w2.norm()).item()
     return _dense_norm(side)
 
 

@@ -376,7 +376,6 @@ def _fused_lokr(split: Split) -> LokrModule | None:
         _same(member.w2, strongest.w2)
         and isinstance(member.w1, tuple) == isinstance(strongest.w1, tuple)
         and (not isinstance(member.w1, tuple) or _same(member.w1[1], strongest.w1[1]))
-        and member.rank == strongest.rank
         for member in present
     ):
         return None

@@ -81,6 +81,7 @@ def test_a_stack_is_compared_with_its_members_by_their_bits(no_products):
         (lora(), replace(lora(), alpha=-2.0)),
         (lora(), lokr()),
         (lokr(), replace(lokr(), w2=lokr().w2 * 1.01)),
+        (lokr(), LokrModule(normal(0, 5, 2), normal(1, 4, 12), 1.0)),
         (loha(), replace(loha(), alpha=1.01)),
         (loha(), lora()),
         (DiffModule(normal(0, 20, 24)), lora()),
@@ -111,6 +112,39 @@ def test_a_small_difference_is_not_lost_in_rounding():
 def test_a_scale_folded_into_b_is_no_difference():
     one = replace(lora(), alpha=1.5)
     assert difference(one, replace(one, up=one.up * 0.5, alpha=3.0)) == 0.0
+
+
+@pytest.mark.parametrize("make", [lora, lokr, loha, lambda: DiffModule(normal(0, 20, 24))])
+def test_another_dtype_is_no_difference_by_itself(make):
+    """Values of bf16, held in bf16 and in fp32."""
+    wide = {
+        name: tensor.bfloat16().float() for name, tensor in vars(make()).items() if isinstance(tensor, torch.Tensor)
+    }
+    narrow = {name: tensor.bfloat16() for name, tensor in wide.items()}
+    assert difference(replace(make(), **wide), replace(make(), **narrow)) == 0.0
+
+
+def test_lokr_pairs_are_compared_by_their_factors():
+    """A 1e-12 between them is below the rounding of dW in fp32."""
+    one = LokrModule(normal(0, 4, 2).double(), (normal(1, 5, 2).double(), normal(2, 2, 12).double()), -3.0)
+    other = replace(one, w1=one.w1 * (1 + 1e-12))
+    assert difference(one, other) == pytest.approx(1e-12, rel=1e-3)
+    whole = LokrModule(one.w1 * one.scale, one.w2[0] @ one.w2[1], 1.0)
+    assert difference(one, whole) < 1e-15
+    for changed in (replace(one, w1=normal(5, 4, 2)), replace(one, w2=normal(6, 5, 12))):
+        assert difference(one, changed) == pytest.approx(relative(one.delta(), changed.delta()), rel=1e-5)
+
+
+def test_a_lokr_beside_its_form_as_lora_is_compared_by_factors(monkeypatch):
+    change = LokrModule(normal(0, 4, 2), (normal(1, 5, 1), normal(2, 1, 12)), 3.0)
+    apart = split(change, ROWS)
+    assert all(isinstance(member, LoraModule) for member in apart.members)
+    with monkeypatch.context() as patch:
+        patch.setattr(compare, "_dense_norm", None)
+        assert difference(change, apart) == difference(apart, change) == 0.0
+    q = replace(apart.members[0], up=apart.members[0].up * 1.01)
+    found = difference(change, replace(apart, members=(q, *apart.members[1:])))
+    assert found == pytest.approx(0.01, rel=1e-4)
 
 
 def test_a_small_member_that_got_lost_shows():

@@ -10,6 +10,7 @@ import torch
 from graft_lora.lora_convert import Change, DiffModule, LohaModule, LokrModule, LoraModule, Split
 from graft_lora.lora_convert.errors import BrokenModuleError, CannotConvertError
 from graft_lora.lora_convert.fusing import bake, fuse, split, truncate
+from graft_lora.lora_convert.low_rank import alpha_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -258,6 +259,75 @@ def test_nearly_dependent_rows_of_a_stay():
     close(dense(found), dense(Split((q, k, None), GQA)), 0.0)
 
 
+def test_a_collapse_that_would_cost_a_member_its_change_is_not_made():
+    """k is the difference of two rows of A that differ by 5e-7: less than any row, and all that k does."""
+    a, other, small = normal(0, 1, COLUMNS).double(), normal(1, 1, COLUMNS).double(), normal(2, 1, COLUMNS).double()
+    q = LoraModule(torch.cat([a, other]), normal(3, 12, 2).double(), 2.0)
+    k = LoraModule(
+        torch.cat([a, a + 5e-7 * small]), normal(4, 4, 1).double() @ torch.tensor([[1.0, -1.0]]).double(), 2.0
+    )
+    found = fuse(Split((q, k, None), GQA))
+    close(dense(found)[12:16], dense(k))
+
+
+def test_dependent_rows_fall_beside_nearly_dependent_ones():
+    """Rows 0.05 apart are independent, and no reason to keep those that are dependent."""
+    q = lora(12, 3, 3.0)
+    k = lora(4, 3, 3.0, seed=20)
+    k.down[0] = q.down[0] + 0.05 * k.down[0]
+    k.down[1] = 2 * q.down[1]
+    members = Split((q, k, None), GQA)
+    found = fuse(members)
+    assert found.rank == 5
+    close(dense(found), dense(members))
+
+
+def test_rows_that_a_member_repeats_keep_all_their_columns():
+    """Two columns of B in one place would be one of them; their sum is what counts."""
+    q = lora(12, 3, 3.0)
+    q.down[1] = q.down[0]
+    k = lora(4, 3, 3.0, seed=20)
+    k.down[2] = q.down[0]
+    members = Split((q, k, None), GQA)
+    found = fuse(members)
+    assert found.rank == 4
+    close(dense(found), dense(members))
+
+
+def test_what_a_file_has_in_excess_itself_stays():
+    """Rows of A that depend on each other within one member: a collapse would not give the file back."""
+    change = lora(rank=3, alpha=3.0)
+    change.down[2] = change.down[0] + change.down[1]
+    identical(fuse(split(change, GQA)), change)
+
+
+def test_a_stack_with_a_member_of_zeros_and_lengths():
+    """k uses no rank of the stack, and stays for its lengths."""
+    q, v = lora(12, 2, 2.0), lora(4, 2, 2.0, seed=9)
+    change = replace(fuse(Split((q, None, v), GQA)), magnitude=torch.ones(ROWS))
+    found = split(change, GQA)
+    assert [member.rank for member in found.members] == [2, 4, 2]
+    identical(fuse(found), change)
+
+
+def test_loha_of_two_ranks_is_filled_up():
+    """Readers take each product by itself, and the rank from w1."""
+    one = loha(ROWS, 2, 3.0)
+    uneven = replace(one, w2_a=normal(5, ROWS, 3), w2_b=normal(6, 3, COLUMNS))
+    close(dense(split(uneven, GQA)), dense(uneven))
+    members = Split((loha(12, 2, 1.0), *split(uneven, GQA).members[1:]), GQA)
+    close(dense(fuse(members)), dense(members))
+    other_way = replace(one, w1_a=normal(5, ROWS, 3), w1_b=normal(6, 3, COLUMNS))
+    close(dense(fuse(split(other_way, GQA))), dense(other_way))
+
+
+def test_alpha_comes_back_after_a_change_of_rank():
+    """Alphas of files are fp32; what fp64 rounds on the way, by thirds and tenths, would be another one."""
+    for value in torch.linspace(0.1, 40, 400).tolist():
+        for rank, stack in ((3, 10), (7, 17), (12, 19)):
+            assert alpha_at(alpha_at(value, rank, stack), stack, rank) == value
+
+
 def test_unequal_alphas_keep_their_strength():
     """Alpha left as it is after stacking gives a third."""
     members = tuple(lora(n, 4, alpha, seed) for n, alpha, seed in zip(GQA, (4.0, 4.0, 4.0), (0, 20, 40), strict=True))
@@ -371,6 +441,15 @@ def test_lokr_members_of_unequal_alphas_and_one_missing_stay_lokr():
     close(dense(found), dense(members))
 
 
+def test_lokr_members_of_other_factors_are_no_lokr_together():
+    q = lokr((6, 4), (2, 6), (2, None), alpha=2.0)
+    for k in (lokr((2, 4), (2, 6), (2, None), seed=30), replace(lokr((2, 4), (2, 6), (2, None), seed=30), w2=q.w2)):
+        members = Split((q, k, None), GQA)
+        found = fuse(members)
+        assert not isinstance(found, LokrModule)
+        close(dense(found), dense(members))
+
+
 BASE = normal(99, sum(GQA), COLUMNS)
 
 
@@ -458,6 +537,17 @@ def test_truncate_is_the_optimum(data):
     assert error == pytest.approx(best, abs=1e-7)
     reached = ((dense(found) - dense(change)).norm() / s.norm()).item()
     assert reached == pytest.approx(best, abs=1e-6)
+
+
+@pytest.mark.parametrize("alpha", [3.0, -3.0])
+@pytest.mark.parametrize("decomposed", [(None, None), (2, None), (None, 3), (1, 2)])
+def test_truncate_of_a_kronecker_product(decomposed, alpha):
+    change = lokr((5, 4), (4, 6), decomposed, alpha)
+    found, error = truncate(change, 3)
+    s = torch.linalg.svdvals(dense(change))
+    best = (s[3:].norm() / s.norm()).item()
+    assert error == pytest.approx(best, abs=1e-7)
+    assert ((dense(found) - dense(change)).norm() / s.norm()).item() == pytest.approx(best, abs=1e-6)
 
 
 def test_truncate_of_members_together_beats_each_by_itself():
