@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from .errors import LoraError, NotALoraError, UnknownKeysError
 from .naming import Place, locate
@@ -182,6 +183,7 @@ def _key(text: str) -> Key | None:
     return None
 
 
+@lru_cache(maxsize=2048)  # a module has several keys
 def _module(name: str) -> tuple[str, str, tuple[Place, ...]]:
     """(prefix, rest, places) of a module's name."""
     rest, left = name, list(PREFIXES)

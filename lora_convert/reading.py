@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -269,6 +270,11 @@ class _Reader:
     over_base: bool
     counted: Counter[str] = field(default_factory=Counter)
 
+    @cached_property
+    def longest(self) -> int:
+        """The longest side of any of the model's weights, which no sensible rank is above."""
+        return max(side for shape in self.sizes.shapes.values() for side in shape)
+
     def notes(self) -> list[str]:
         return [*self.header.notes, *(f"{count} modules {what}" for what, count in self.counted.items())]
 
@@ -377,9 +383,8 @@ class _Reader:
             raise BrokenModuleError(
                 f"{called} has {name} of {list(left.shape)} and {list(right.shape)}; wanted one rank; it is damaged"
             )
-        limit = max(side for shape in self.sizes.shapes.values() for side in shape)
-        if not 1 <= rank <= limit:
-            raise BrokenModuleError(f"{called} has {name} of rank {rank}; wanted 1 to {limit}")
+        if not 1 <= rank <= self.longest:
+            raise BrokenModuleError(f"{called} has {name} of rank {rank}; wanted 1 to {self.longest}")
         return left, right
 
     def _two_dimensions(self, called: str, name: str, tensor: Tensor) -> None:

@@ -387,11 +387,11 @@ def full(shape, value, dtype):
     return torch.full(shape, value).to(dtype)
 
 
-def is_read_or_one_error(state, metadata, family):
+def is_read_or_one_error(state, metadata, family, skip):
     """Any exception but `LoraError` fails the test by itself."""
     message = ""
     try:
-        found = read_lora(state, metadata, sizes_of[family] if family else None)
+        found = read_lora(state, metadata, sizes_of[family] if family else None, skip_unknown=skip)
     except LoraError as error:
         message = str(error)
     assert "\n" not in message
@@ -403,10 +403,12 @@ sizes_of = {family: sizes(family) for family in MODULES}
 
 
 @settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
-@given(st.dictionaries(keys, tensors, max_size=6), headers, st.sampled_from(["krea2", "ideogram4", None]))
-@example(gate(), {"lora_adapter_metadata": "{"}, "krea2")
-def test_any_keys_and_header_are_read_or_one_error(state, metadata, family):
-    is_read_or_one_error(state, metadata, family)
+@given(
+    st.dictionaries(keys, tensors, max_size=6), headers, st.sampled_from(["krea2", "ideogram4", None]), st.booleans()
+)
+@example(gate(), {"lora_adapter_metadata": "{"}, "krea2", False)
+def test_any_keys_and_header_are_read_or_one_error(state, metadata, family, skip):
+    is_read_or_one_error(state, metadata, family, skip)
 
 
 @settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
@@ -432,7 +434,7 @@ def test_a_sound_file_with_one_thing_changed_is_read_or_one_error(data):
                 metadata = data.draw(headers)
         if not state:
             break
-    is_read_or_one_error(state, metadata, family)
+    is_read_or_one_error(state, metadata, family, data.draw(st.booleans()))
 
 
 ONLY = ("blocks.1.attn.qkv", "blocks.0.attn.gate", "layers.1.attention.qkv")
