@@ -34,15 +34,18 @@ def refuse_kinds(pieces: Iterable[Piece], biases: Iterable[str], target: Target)
         if piece.change.has_magnitude and own not in target.dora_kinds:
             raise CannotConvertError(
                 f"{piece.name} is {own} with the lengths of a DoRA, which {target.reader} cannot load; bake them in "
-                f"with the base model{'' if DIFF in target.kinds else ' and --rank N'}, or write {_takes_dora(target)}"
+                f"with the base model{'' if DIFF in target.kinds else ' and --rank N'}{_instead(target, own)}"
             )
     if BIAS not in target.kinds:
         for name in biases:
             raise CannotConvertError(f"{name} has {BIAS}, which {target.reader} cannot load; write comfyui")
 
 
-def _takes_dora(target: Target) -> str:
-    return "onetrainer" if target.name == "kohya" else "comfyui"
+def _instead(target: Target, kind: str) -> str:
+    """The layout that takes a DoRA where the target does not: none takes that of a full change."""
+    if kind not in (LORA, LOKR, LOHA):
+        return ""
+    return ", or write onetrainer" if target.name == "kohya" and kind != LOHA else ", or write comfyui"
 
 
 def with_lengths(pieces: list[Piece], target: Target, weights: Weights) -> list[Piece]:

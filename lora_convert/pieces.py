@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .canonical import Canonical, Change, LohaModule, LokrModule, LoraModule, Split
+from .canonical import Canonical, Change, DiffModule, LohaModule, LokrModule, LoraModule, Split
 from .dora import bake
 from .errors import CannotConvertError, LoraError
 from .fusing import fuse, split, truncate
@@ -94,15 +94,16 @@ def gather(modules: Canonical, family: str, sizes: Sizes | None = None) -> dict[
     return found
 
 
-def baked(pieces: list[Piece], weights: Weights) -> list[Piece]:
-    """Every DoRA as a full change.
+def baked(pieces: list[Piece], weights: Weights, every: bool) -> list[Piece]:
+    """DoRAs as full changes: every one, or those that are full changes already, whose lengths no reader takes.
 
     Raises:
-        CannotConvertError: there is no base.
+        CannotConvertError: every one was asked for, and there is no base.
     """
     found = []
     for piece in pieces:
-        if piece.change.has_magnitude:
+        full_already = isinstance(piece.change, DiffModule) and weights.base is not None
+        if piece.change.has_magnitude and (every or full_already):
             if weights.base is None:
                 raise CannotConvertError(f"{piece.name} is a DoRA; to bake it, give the base model")
             full = bake(piece.change, weights.of(piece.module, piece.member))

@@ -79,8 +79,7 @@ def write_lora(
     weights = Weights(file.family, base, sizes or Sizes.published(file.family))
     target = TARGETS[layout]
     pieces = [piece for name, entry in file.modules.items() for piece in shaped(name, entry, target, weights)]
-    if bake:
-        pieces = baked(pieces, weights)
+    pieces = baked(pieces, weights, every=bake)
     errors: dict[str, float] = {}
     error = 0.0
     if rank is not None:

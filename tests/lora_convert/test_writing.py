@@ -457,12 +457,15 @@ def test_comfyui_takes_the_columns_of_one_row_for_rows():
         model.write({"txtfusion.projector": module}, "comfyui")
 
 
-def test_lengths_of_a_full_change_are_refused(model):
+def test_lengths_of_a_full_change_are_refused_or_baked_in(model):
     """ComfyUI counts the `dora_scale` beside a `.diff` as loaded and does nothing with it."""
     name = PLAIN[model.family]
     module = diff(model.weight(name).shape, magnitude_over_base=torch.ones(len(model.weight(name))))
-    with pytest.raises(CannotConvertError, match="a full change with the lengths of a DoRA"):
+    with pytest.raises(CannotConvertError, match=r"a full change with the lengths of a DoRA.*with the base model$"):
         model.write({name: module}, "comfyui")
+    weight = model.weight(name)
+    (found,) = model.write({name: module}, "comfyui", base=model.base).state.values()
+    assert tiny.relative(weight + found, module.merged(weight)) < 1e-6
 
 
 # ---- kohya: musubi-tuner and OneTrainer
