@@ -1,22 +1,31 @@
-"""The command line: `graft demo`, `graft train`, `graft estimate`."""
+"""The command line: `graft demo`, `graft train`, `graft estimate`, `graft convert`."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .lora_convert.convert import Report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit status: 0, or 2 after one line that says what is wrong."""
+    """Runs one command and returns the exit status: 0, or 2 after one line that says what is wrong.
+
+    1 where some of many files could not be converted.
+    """
     parsed = _parser().parse_args(arguments)
+    from .lora_convert.errors import LoraError
     from .trainer.errors import GraftError
 
     try:
-        parsed.command(parsed)
-    except (GraftError, OSError) as error:
+        return parsed.command(parsed) or 0
+    except (GraftError, LoraError, OSError) as error:
         print(f"graft: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -49,6 +58,18 @@ def _parser() -> argparse.ArgumentParser:
     estimate.add_argument("--rank", type=int, default=32, help="rank of the LoRA (32)")
     estimate.add_argument("--precision", default="auto", help="fp32, bf16, fp8, int8, nf4 or auto (the default)")
     estimate.set_defaults(command=_estimate)
+
+    convert = commands.add_parser("convert", help="bring a LoRA file, or a folder of them, into another layout")
+    convert.add_argument("source", type=Path, help="a safetensors file, or a folder")
+    convert.add_argument("target", type=Path, help="the new file, or folder")
+    convert.add_argument("--to", required=True, metavar="LAYOUT", help="comfyui, diffusers, kohya, ai-toolkit, …")
+    convert.add_argument("--rank", type=int, help="bring every module to this rank; by default nothing is lost")
+    convert.add_argument("--dtype", help="bf16, fp16 or fp32; by default as in the source")
+    convert.add_argument("--base", type=Path, help="the base model's file, which some DoRAs ask for")
+    convert.add_argument("--bake", action="store_true", help="make a DoRA the full change that it is to --base")
+    convert.add_argument("--report", type=Path, metavar="JSON", help="write the comparison of every module there")
+    convert.add_argument("--force", action="store_true", help="replace what is at the target")
+    convert.set_defaults(command=_convert)
     return parser
 
 
@@ -65,6 +86,74 @@ def _estimate(parsed: argparse.Namespace) -> None:
     families = [family_named(parsed.family)] if parsed.family else list(FAMILIES.values())
     question = Question(parsed.host, parsed.resolution, parsed.rank, parsed.precision)
     print(table(rows(families, parsed.card or CARDS, question)))
+
+
+def _convert(parsed: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from .lora_convert.convert import Report, convert_file, convert_folder
+
+    options = {"rank": parsed.rank, "dtype": parsed.dtype, "bake": parsed.bake, "force": parsed.force}
+    if parsed.base:
+        options |= _base(parsed.base)
+    if parsed.report and parsed.report.exists() and not parsed.force:
+        raise FileExistsError(f"{parsed.report} exists already and is not overwritten unasked")
+    results: dict[str, Report | Exception] = {}
+    if parsed.source.is_dir():
+        count = sum(1 for _ in parsed.source.rglob("*.safetensors"))
+        found = convert_folder(parsed.source, parsed.target, parsed.to, **options)
+        for name, result in tqdm(found, total=count, unit="file", dynamic_ncols=True):
+            results[str(name)] = result
+            if isinstance(result, Exception):
+                tqdm.write(f"{name}: {result}", file=sys.stderr)
+    else:
+        results[str(parsed.source)] = convert_file(parsed.source, parsed.target, parsed.to, **options)
+    reports = {name: result for name, result in results.items() if isinstance(result, Report)}
+    for name, report in reports.items():
+        print(_said(name, report))
+    if parsed.report:
+        _write_report(parsed.report, results)
+    if len(reports) < len(results):
+        print(f"{len(results) - len(reports)} of {len(results)} files were not converted", file=sys.stderr)
+    return 0 if len(reports) == len(results) else 1
+
+
+def _base(path: Path) -> dict[str, Any]:
+    """Sizes and weights of a base, for the converter."""
+    from .lora_convert.sizes import Sizes
+    from .trainer.checkpoints import open_model_file
+
+    file = open_model_file(path)
+    # A name of the converter is a module's, or that of a parameter which is no module's weight.
+    weights = {name.removesuffix(".weight"): name for name in file.shapes}
+    return {
+        "sizes": Sizes.of(file.family.name, file.shapes),
+        "base": lambda module: file.tensor(weights[module]).float(),
+    }
+
+
+def _said(name: str, report: Report) -> str:
+    worst = report.worst
+    lines = [f"{name}: {report.family}, {report.producer} ({report.source_layout}) → {report.layout}"]
+    lines.append(
+        f"  {len(report.modules)} modules compared, the worst differs by "
+        + (f"{worst.difference:.1e} ({worst.name})" if worst else "nothing")
+    )
+    if report.truncation is not None:
+        lines.append(f"  the chosen rank costs {report.truncation:.2%} of the whole; by module:")
+        lines += [f"    {m.name}: {m.truncation:.2%}" for m in report.modules if m.truncation is not None]
+    return "\n".join([*lines, *(f"  {note}" for note in report.notes)])
+
+
+def _write_report(path: Path, results: Mapping[str, Report | Exception]) -> None:
+    from .lora_convert.files import atomic_file
+
+    content = {
+        name: {"error": str(result)} if isinstance(result, Exception) else result.as_dict()
+        for name, result in results.items()
+    }
+    with atomic_file(path, overwrite=True) as temporary:
+        temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 def _train(parsed: argparse.Namespace) -> None:

@@ -1,4 +1,7 @@
-"""Layouts: how a LoRA file names its keys. Canonical form → state dict, and back."""
+"""What the trainer saves: ComfyUI's layout of the kinds that it trains, and back, strictly and by official names alone.
+
+Files of others, and other layouts, are read and written by reading.py and writing.py.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .canonical import Canonical, Factor, LokrModule, LoraModule
-from .tables import TABLES
+from .canonical import Factor, LokrModule, LoraModule, Trained
 
 PREFIX_COMFYUI = "diffusion_model."
-PREFIX_DIFFUSERS = "transformer."
 FP32_PARTS = (".alpha", ".dora_scale")
 """Keys of ComfyUI's layout that stay in fp32 whatever the dtype of the file."""
 
@@ -19,7 +20,7 @@ _LORA = (".lora_down.weight", ".lora_up.weight")
 _LOKR = (".lokr_w1", ".lokr_w1_a", ".lokr_w1_b", ".lokr_w2", ".lokr_w2_a", ".lokr_w2_b")
 
 
-def write_comfyui(modules: Canonical, family: str) -> dict[str, Tensor]:
+def write_comfyui(modules: Trained) -> dict[str, Tensor]:
     """ComfyUI's own form: official names, the factors as they are, and an fp32 `alpha` per module.
 
     A DoRA has an fp32 `dora_scale` (out, 1) besides; with one dimension ComfyUI would spread it over the columns of a
@@ -46,7 +47,7 @@ def write_comfyui(modules: Canonical, family: str) -> dict[str, Tensor]:
     return state
 
 
-def read_comfyui(state: Mapping[str, Tensor]) -> Canonical:
+def read_comfyui(state: Mapping[str, Tensor]) -> Trained:
     """Inverse of `write_comfyui`. A `dora_scale` is read as ComfyUI takes it: over the norm of the base's rows.
 
     Raises:
@@ -90,34 +91,3 @@ def _factor(parts: dict[str, Tensor], name: str) -> Factor | None:
     if f"{name}_a" in parts and f"{name}_b" in parts:
         return parts.pop(f"{name}_a"), parts.pop(f"{name}_b")
     return None
-
-
-def write_diffusers(modules: Canonical, family: str) -> dict[str, Tensor]:
-    """What diffusers' loaders take: its names, q, k and v split, the scale folded into B, no alpha.
-
-    A DoRA has a `lora_magnitude_vector` (out,) besides; there the paper's formula holds.
-
-    Raises:
-        ValueError: a module that diffusers has no name for or cannot load, or a DoRA of which only the magnitude over
-            the base's norm is known.
-    """
-    table = TABLES[family]
-    state: dict[str, Tensor] = {}
-    for name, module in modules.items():
-        if isinstance(module, LokrModule):
-            raise ValueError(f"{name} is a LoKr, which diffusers cannot load; write ComfyUI's layout instead")
-        if module.has_magnitude and module.magnitude is None:
-            raise ValueError(f"{name} is a DoRA in ComfyUI's terms; diffusers' need a base that is not known here")
-        try:
-            members = table.to_diffusers(name)
-        except KeyError:
-            raise ValueError(f"{name}: diffusers' {family} has no such module") from None
-        # One member is the module itself; several are its rows, cut evenly.
-        for index, (member, rows) in enumerate(zip(members, module.up.chunk(len(members)), strict=True)):
-            stem = PREFIX_DIFFUSERS + member
-            # Copies, since safetensors refuses two keys that share storage.
-            state[f"{stem}.lora_A.weight"] = module.down.clone()
-            state[f"{stem}.lora_B.weight"] = (rows.float() * module.scale).to(rows.dtype).contiguous()
-            if module.magnitude is not None:
-                state[f"{stem}.lora_magnitude_vector"] = module.magnitude.chunk(len(members))[index].clone()
-    return state

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..lora_convert import Canonical
+from ..lora_convert import Trained
 from .adapter_layers import KINDS, AdapterConfig, LoraLinear, lokr_shapes
 from .errors import SettingsError, some
 from .families import Family
@@ -284,10 +284,10 @@ def _restore(state: _State) -> None:
         dropout.train(flag)
 
 
-def to_canonical(model: nn.Module, name: str) -> Canonical:
+def to_canonical(model: nn.Module, name: str) -> Trained:
     """The adapter's weights, copied to the CPU, by official module name."""
     dtype = getattr(model, "compute_dtype", torch.float32)
-    modules: Canonical = {}
+    modules: Trained = {}
     for module, layer in adapted(model, name).items():
         settings = LoraSettings("lora", layer.r[name], layer.lora_alpha[name], layer.use_rslora[name])
         modules[module] = layer.canonical(name, settings.file_alpha, dtype)

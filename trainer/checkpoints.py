@@ -116,6 +116,17 @@ class ModelFile:
                 # Not to be held while the next one is read.
                 del tensor
 
+    def tensor(self, name: str) -> Tensor:
+        """One parameter by its official name: dense ones as stored, others in fp32, on the CPU.
+
+        Raises:
+            KeyError: the family has no such parameter.
+        """
+        shape, members = self.shapes[name], self.weights[name]
+        with OpenFiles() as files:
+            pieces = [_decode(files, member, _member_shape(shape, len(members))) for member in members]
+        return torch.cat(pieces).reshape(shape)
+
 
 def open_model_file(path: str | Path, unconditional: bool = False) -> ModelFile:
     """Checks a file from its header alone and says how to read it.

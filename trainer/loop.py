@@ -244,7 +244,7 @@ class TrainSession:
         dtype = SAVE_DTYPES[self.train.save_dtype]
         with self.result():
             trained = adapters.to_canonical(self.base.model, self.name)
-        state = write_comfyui(trained, self.base.family.name)
+        state = write_comfyui(trained)
         state = {key: tensor if key.endswith(FP32_PARTS) else tensor.to(dtype) for key, tensor in state.items()}
         write_state(path, state, self.metadata(), overwrite)
         kept = read_comfyui(read_state(path)[0])

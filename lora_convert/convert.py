@@ -1,0 +1,298 @@
+"""Converting LoRA files: read any layout, write another, prove that both say the same, put the file in place.
+
+    report = convert_file("from-onetrainer.safetensors", "for-comfyui.safetensors", "comfyui")
+
+What the reader of the target layout would compute is compared, module by module, with what the source says. More than
+the rounding of the dtype, or than the error of a chosen rank, is a failure, and nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .canonical import Change, Split
+from .compare import difference
+from .dora import bake as effect_of
+from .errors import CannotConvertError, LoraError
+from .files import write_state
+from .pieces import Base, Weights
+from .reading import LoraFile, open_lora, read_lora
+from .sizes import Sizes
+from .writing import LAYOUTS, Written, write_lora
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Largest relative error of a number that is rounded once to the dtype, of which a product of two factors has two, and
+# one more where a scale is folded into one of them.
+ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+ROUNDINGS = 4
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """One module of a conversion.
+
+    Attributes:
+        name: official, or the joint name of q, k and v.
+        kind: of its change, such as `LoraModule`; of q, k and v apart, of each.
+        difference: relative, ‖dW after - dW before‖ / ‖dW before‖.
+        allowed: what rounding, and a chosen rank, explain.
+        truncation: relative error of the chosen rank; None where none was chosen.
+    """
+
+    name: str
+    kind: str
+    difference: float
+    allowed: float
+    truncation: float | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did.
+
+    Attributes:
+        family: `krea2` or `ideogram4`.
+        producer: who wrote the source, as far as it shows.
+        source_layout: how the source names its keys.
+        layout: how the result does.
+        modules: each of them.
+        truncation: relative error of the whole by a chosen rank; None where none was chosen.
+        notes: what the user should know, one sentence each.
+    """
+
+    family: str
+    producer: str
+    source_layout: str
+    layout: str
+    modules: tuple[ModuleReport, ...]
+    truncation: float | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def worst(self) -> ModuleReport | None:
+        """The module that differs most."""
+        return max(self.modules, key=lambda module: module.difference, default=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def convert_state(
+    state: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    layout: str,
+    rank: int | None = None,
+    dtype: str | None = None,
+    base: Base | None = None,
+    sizes: Sizes | None = None,
+    bake: bool = False,
+) -> tuple[dict[str, Tensor], dict[str, str], Report]:
+    """Converts what stands in a file.
+
+    Args:
+        state: key → tensor of any floating dtype.
+        metadata: the file's header.
+        layout: one of `LAYOUTS`.
+        rank: every matrix is brought to this rank, optimally; by default nothing is lost.
+        dtype: `fp32`, `bf16` or `fp16` of the factors; by default each keeps its own. alpha and magnitudes stay fp32.
+        base: weights of the base model, where the mathematics asks for them (DoRA).
+        sizes: shapes of the base, where it is not of the published size.
+        bake: DoRA becomes the change that it makes to `base`.
+
+    Returns:
+        The new state, its header, and the report on the comparison.
+
+    Raises:
+        LoraError: the source cannot be read, the target cannot express it, or the two do not agree.
+    """
+    if layout not in LAYOUTS:
+        raise LoraError(f"layout {layout!r} is not known; choose one of {', '.join(LAYOUTS)}")
+    if dtype is not None and dtype not in DTYPES:
+        raise LoraError(f"dtype {dtype!r} is not known; choose one of {', '.join(DTYPES)}")
+    if rank is not None and rank < 1:
+        raise LoraError(f"rank is {rank}; wanted 1 or more")
+    source = read_lora(state, metadata, sizes)
+    chosen = None if dtype is None else DTYPES[dtype]
+    written = write_lora(source, layout, dtype=chosen, rank=rank, bake=bake, base=base, sizes=sizes)
+    report = verify(source, written, layout, sizes, base, rank)
+    return written.state, written.metadata, report
+
+
+def verify(
+    source: LoraFile,
+    written: Written,
+    layout: str,
+    sizes: Sizes | None = None,
+    base: Base | None = None,
+    rank: int | None = None,
+) -> Report:
+    """Compares what a reader of the target layout would compute with what the source says.
+
+    Raises:
+        LoraError: a module that is not there, or differs by more than rounding and the chosen rank explain.
+    """
+    sizes = sizes or Sizes.published(source.family)
+    weights = Weights(source.family, base, sizes)
+    after = read_lora(written.state, written.metadata, sizes)
+    reports = []
+    for name, wanted in source.modules.items():
+        found = after.modules.get(name)
+        if found is None:
+            raise LoraError(f"{name} is not in the result; this is a fault of Graft: report it with the file's keys")
+        truncation = _truncation(written, name, sizes)
+        if base is not None and _has_lengths(wanted):
+            # One form of its lengths may have become another, or all of it a full change: what it does is compared.
+            error = difference(_effect(wanted, name, weights), _effect(found, name, weights), whole=rank is not None)
+        else:
+            error = difference(wanted, found, whole=rank is not None)
+        allowed = ROUNDINGS * max(_rounding(found), _rounding(wanted)) + (truncation or 0.0)
+        reports.append(ModuleReport(name, _kind(wanted), error, allowed, truncation))
+    extra = sorted(after.modules.keys() - source.modules.keys())
+    if extra:
+        raise LoraError(f"the result has {extra[0]}, which the source has not; this is a fault of Graft: report it")
+    for name, bias in source.biases.items():
+        kept = after.biases.get(name)
+        if kept is None or not torch.allclose(kept.float(), bias.float(), rtol=2**-7, atol=0):
+            raise LoraError(f"the bias of {name} is not in the result as it was; this is a fault of Graft: report it")
+    wrong = [report for report in reports if not report.difference <= report.allowed]
+    if wrong:
+        worst = max(wrong, key=lambda report: report.difference)
+        raise LoraError(
+            f"{len(wrong)} of {len(reports)} modules would not be what they were, {worst.name} the worst by "
+            f"{worst.difference:.1e} where rounding explains {worst.allowed:.1e}; nothing was written: convert in "
+            "fp32, or report it with the file's keys"
+        )
+    return Report(
+        source.family,
+        source.producer,
+        source.layout,
+        layout,
+        tuple(reports),
+        written.error if rank is not None else None,
+        (*source.notes, *written.notes),
+    )
+
+
+def _truncation(written: Written, name: str, sizes: Sizes) -> float | None:
+    """Of a module, or the largest of q, k and v that were brought to a rank apart."""
+    members = sizes.table.members(name) if sizes.is_joint(name) else None
+    letters = [f"{letter} of {name}" for letter in "qkv"]
+    found = [written.errors[key] for key in (name, *(members or ()), *letters) if key in written.errors]
+    return max(found, default=None)
+
+
+def _has_lengths(change: Change | Split) -> bool:
+    members = change.members if isinstance(change, Split) else (change,)
+    return any(member is not None and member.has_magnitude for member in members)
+
+
+def _effect(change: Change | Split, name: str, weights: Weights) -> Change | Split:
+    """All that a change does to its weight, as full changes."""
+    if not isinstance(change, Split):
+        return effect_of(change, weights.of(name, None))
+    q, k, v = (
+        None if member is None else effect_of(member, weights.of(name, index))
+        for index, member in enumerate(change.members)
+    )
+    return Split((q, k, v), change.rows)
+
+
+def _rounding(change: Change | Split) -> float:
+    members = change.members if isinstance(change, Split) else (change,)
+    dtypes = [tensor.dtype for member in members if member is not None for tensor in member.factors().values()]
+    return max((ROUNDING.get(dtype, 2**-3) for dtype in dtypes), default=0.0)
+
+
+def _kind(change: Change | Split) -> str:
+    if isinstance(change, Split):
+        return " | ".join("none" if member is None else type(member).__name__ for member in change.members)
+    return type(change).__name__
+
+
+def convert_folder(
+    source: str | Path, target: str | Path, layout: str, **options: Any
+) -> Iterator[tuple[Path, Report | Exception]]:
+    """Converts every safetensors file of a folder and its subfolders into the same places of another.
+
+    One that fails does not stop the others.
+
+    Args:
+        source: the folder.
+        target: another, made where it is not there.
+        layout: one of `LAYOUTS`.
+        options: of `convert_file`.
+
+    Yields:
+        Each file of the source, by its name within it, with its report or its error.
+
+    Raises:
+        LoraError: the source is no folder, holds no such file, or is the target.
+    """
+    source, target = Path(source), Path(target)
+    if target.resolve() == source.resolve():
+        raise CannotConvertError(f"{target} is the source itself, which is not touched; give another folder")
+    files = sorted(path for path in source.rglob("*.safetensors") if not path.is_relative_to(target))
+    if not files:
+        raise LoraError(f"{source} holds no .safetensors files")
+    for path in files:
+        name = path.relative_to(source)
+        try:
+            yield name, convert_file(path, target / name, layout, **options)
+        except (LoraError, OSError) as error:
+            yield name, error
+
+
+def convert_file(
+    source: str | Path,
+    target: str | Path,
+    layout: str,
+    rank: int | None = None,
+    dtype: str | None = None,
+    base: Base | None = None,
+    sizes: Sizes | None = None,
+    bake: bool = False,
+    force: bool = False,
+) -> Report:
+    """Converts a file; the result is put in place whole, after it was compared, or not at all.
+
+    Args:
+        source: a safetensors file, which is not touched.
+        target: the new file.
+        force: `target` may be there already and is replaced.
+
+    The other arguments are `convert_state`'s.
+
+    Raises:
+        LoraError: see `convert_state`; also a target that is the source.
+        FileExistsError: the target exists and `force` was not given.
+        OSError: it cannot be written.
+    """
+    source, target = Path(source), Path(target)
+    if target.exists() and not force:
+        raise FileExistsError(f"{target} exists already and is not overwritten unasked")
+    if target.exists() and source.exists() and target.samefile(source):
+        raise CannotConvertError(f"{target} is the source itself, which is not touched; give another target")
+    state, metadata = open_lora(source)
+    converted, header, report = convert_state(state, metadata, layout, rank, dtype, base, sizes, bake)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_state(target, converted, header, overwrite=force)
+    return report
+
+
+__all__ = [
+    "DTYPES",
+    "LAYOUTS",
+    "ModuleReport",
+    "Report",
+    "convert_file",
+    "convert_folder",
+    "convert_state",
+    "verify",
+]
