@@ -20,9 +20,11 @@ def fold(module: LoraModule, dtype: torch.dtype | None) -> tuple[LoraModule, flo
         The module, and what the rounding to B's own dtype has cost, relative (2/3 in bf16: 1.6e-3; a power of two: 0);
         0 where another dtype was asked for, whose rounding there is anyhow.
     """
+    if module.scale == 1:
+        return module, 0.0
     exact = module.up.float() * module.scale
     folded = exact.to(dtype or module.up.dtype)
-    cost = 0.0 if dtype not in (None, module.up.dtype) or module.scale == 1 else _relative(folded, exact)
+    cost = 0.0 if dtype not in (None, module.up.dtype) else _relative(folded, exact)
     return replace(module, up=folded, alpha=float(module.rank)), cost
 
 
@@ -59,5 +61,7 @@ def pad(module: LoraModule, rank: int) -> LoraModule:
 
 
 def _relative(found: Tensor, wanted: Tensor) -> float:
+    if torch.equal(found.to(wanted.dtype), wanted):
+        return 0.0
     norm = wanted.double().norm()
     return ((found.double() - wanted.double()).norm() / norm).item() if norm > 0 else 0.0

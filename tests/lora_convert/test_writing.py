@@ -120,6 +120,19 @@ def test_what_is_written_can_be_saved(layout, model, tmp_path):
     assert written.metadata["format"] == "pt"
 
 
+def test_tensors_are_contiguous_and_share_no_storage(model, tmp_path):
+    """Also where those of the source are views, or one tensor for two modules."""
+    one, other = PLAIN[model.family], SQUARE[model.family]
+    first = lora(model.weight(one).shape)
+    second = replace(first, up=lora(model.weight(other).shape).up.T.contiguous().T)
+    state = model.write(
+        {one: first, other: second, JOINT[model.family]: lora(model.weight(JOINT[model.family]).shape)}, "kohya"
+    ).state
+    assert all(tensor.is_contiguous() for tensor in state.values())
+    assert len({tensor.untyped_storage().data_ptr() for tensor in state.values()}) == len(state)
+    save_file(state, tmp_path / "a.safetensors")
+
+
 def read_low_rank(written):
     """module as spelled → dW, by the formula that all readers share: alpha / rank · B @ A, alpha the rank if none."""
     found = {}
