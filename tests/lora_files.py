@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import tiny
 import torch
@@ -54,6 +55,7 @@ FUSED = {
 }
 
 
+@cache
 def sizes(family: str) -> Sizes:
     """Of the tiny model."""
     with torch.device("meta"):
