@@ -27,7 +27,7 @@ from graft_lora.examples.demo import (
 )
 from graft_lora.examples.demo_parts import base_path, encoders
 from graft_lora.examples.shapes import TRIGGER
-from graft_lora.lora_convert import read_comfyui, read_state, write_diffusers, write_state
+from graft_lora.lora_convert import Sizes, convert_file
 from graft_lora.trainer import adapters
 from graft_lora.trainer.base_model import load_base
 from graft_lora.trainer.batches import Visit, collate
@@ -183,17 +183,16 @@ def test_demo_lora_in_diffusers_own_loader_gives_the_output_of_the_live_adapter(
     demo_result, _ = demo_run
     base, family = demo_result.base, demo_result.base.family
     loader = {"krea2": Krea2LoraLoaderMixin, "ideogram4": Ideogram4LoraLoaderMixin}[family.name]
-    modules = read_comfyui(read_state(demo_result.lora)[0])
-    path = tmp_path / "pytorch_lora_weights.safetensors"
-    write_state(path, write_diffusers(modules, family.name), {"format": "pt"})
-
     file = open_model_file(base_path(family))
+    path = tmp_path / "pytorch_lora_weights.safetensors"
+    convert_file(demo_result.lora, path, "diffusers", sizes=Sizes.of(family.name, file.shapes))
     plain = family.build(file.config)
     plain.load_state_dict(dict(file.tensors()))
     twin = tiny.diffusers_twin(family.name, plain, file.config)
     state = loader.lora_state_dict(str(tmp_path), weight_name=path.name)
     loader.load_lora_into_transformer(state[0] if isinstance(state, tuple) else state, transformer=twin)
     adapted = {name for name, module in twin.named_modules() if hasattr(module, "lora_A")}
+    modules = read_comfyui(read_state(demo_result.lora)[0])
     wanted = {member for name in modules for member in family.table.to_diffusers(name)}
     assert adapted == wanted
 

@@ -13,11 +13,12 @@ import torch
 from graft_lora.lora_convert import (
     LokrModule,
     LoraModule,
+    Sizes,
     atomic_file,
+    convert_state,
     read_comfyui,
     read_state,
     write_comfyui,
-    write_diffusers,
     write_state,
 )
 
@@ -75,7 +76,7 @@ def test_both_magnitudes_make_the_same_weight(kind):
 @pytest.mark.parametrize("over_base", [None, torch.rand(8)])
 def test_lokr_survives_comfyui_layout(ranks, over_base):
     wanted = lokr(rank=ranks, magnitude_over_base=over_base)
-    state = write_comfyui({"blocks.0.attn.wq": wanted}, "krea2")
+    state = write_comfyui({"blocks.0.attn.wq": wanted})
     stem = "diffusion_model.blocks.0.attn.wq"
     factors = {
         f"{stem}.lokr_w{n}{part}"
@@ -96,7 +97,7 @@ def test_dora_scale_is_a_column_in_fp32_over_the_norm_of_the_base():
     """With one dimension ComfyUI would spread it over the columns of a square weight."""
     over_base = torch.rand(8)
     changed = replace(module(8, 8, dtype=torch.bfloat16), magnitude=torch.rand(8), magnitude_over_base=over_base)
-    state = write_comfyui({"blocks.0.attn.wq": changed}, "krea2")
+    state = write_comfyui({"blocks.0.attn.wq": changed})
     scale = state["diffusion_model.blocks.0.attn.wq.dora_scale"]
     assert scale.dtype == torch.float32
     assert torch.equal(scale, over_base[:, None])
@@ -107,7 +108,7 @@ def test_dora_scale_is_a_column_in_fp32_over_the_norm_of_the_base():
 
 @pytest.mark.parametrize("shape", [(8,), (1, 8), ()])
 def test_a_dora_scale_of_another_axis_is_an_error(shape):
-    state = write_comfyui({"x": replace(module(8, 8), magnitude_over_base=torch.rand(8))}, "krea2")
+    state = write_comfyui({"x": replace(module(8, 8), magnitude_over_base=torch.rand(8))})
     state["diffusion_model.x.dora_scale"] = torch.ones(shape)
     with pytest.raises(ValueError, match=r"x has a dora_scale of \[.*\]; wanted \(out, 1\)"):
         read_comfyui(state)
@@ -115,42 +116,11 @@ def test_a_dora_scale_of_another_axis_is_an_error(shape):
 
 def test_a_magnitude_that_the_layout_cannot_hold_is_an_error():
     with pytest.raises(ValueError, match="x is a DoRA, which ComfyUI's layout holds relative to a base"):
-        write_comfyui({"x": replace(module(8, 8), magnitude=torch.rand(8))}, "krea2")
-    with pytest.raises(ValueError, match=r"wq is a DoRA in ComfyUI's terms"):
-        write_diffusers({"blocks.0.attn.wq": replace(module(8, 8), magnitude_over_base=torch.rand(8))}, "krea2")
-
-
-def test_diffusers_cannot_load_lokr_and_is_not_given_one():
-    with pytest.raises(ValueError, match=r"blocks\.0\.attn\.wq is a LoKr, which diffusers cannot load"):
-        write_diffusers({"blocks.0.attn.wq": lokr()}, "krea2")
-
-
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_diffusers_loads_the_trained_weight(family_name, kind):
-    """Through its own loader, q, k and v split where they are fused."""
-    model = tiny.build(family_name)
-    twin = tiny.diffusers_twin(family_name, model)
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-    modules = {n: module(m.out_features, m.in_features, seed=i) for i, (n, m) in enumerate(linears.items())}
-    modules = {n: replace(m, down=0.02 * m.down) for n, m in modules.items()}
-    if kind == "dora":
-        modules = {
-            n: replace(m, magnitude=linears[n].weight.norm(dim=1) * (0.8 + 0.4 * torch.rand(linears[n].out_features)))
-            for n, m in modules.items()
-        }
-    twin.load_lora_adapter(write_diffusers(modules, family_name), prefix="transformer")
-    with torch.no_grad():
-        for name, linear in linears.items():
-            linear.weight.copy_(modules[name].merged(linear.weight))
-        arguments = tiny.inputs(family_name)
-        found = tiny.diffusers_velocity(family_name, twin, *arguments.values())
-        assert tiny.relative(found, model(**arguments)) < 1e-5
-        twin.disable_lora()
-        assert tiny.relative(tiny.diffusers_velocity(family_name, twin, *arguments.values()), found) > 0.01
+        write_comfyui({"x": replace(module(8, 8), magnitude=torch.rand(8))})
 
 
 def test_comfyui_layout_has_official_names_and_fp32_alpha():
-    state = write_comfyui({"blocks.0.attn.wq": module(8, 6, dtype=torch.bfloat16)}, "krea2")
+    state = write_comfyui({"blocks.0.attn.wq": module(8, 6, dtype=torch.bfloat16)})
     assert {k: v.dtype for k, v in state.items()} == {
         "diffusion_model.blocks.0.attn.wq.lora_down.weight": torch.bfloat16,
         "diffusion_model.blocks.0.attn.wq.lora_up.weight": torch.bfloat16,
@@ -176,42 +146,19 @@ def test_a_key_that_is_not_understood_is_an_error(key):
     ],
 )
 def test_a_module_without_all_its_parts_is_an_error(kind, part):
-    state = write_comfyui({"blocks.0.attn.wq": module(8, 6) if kind == "lora" else lokr(rank=(None, 2))}, "krea2")
+    state = write_comfyui({"blocks.0.attn.wq": module(8, 6) if kind == "lora" else lokr(rank=(None, 2))})
     del state[f"diffusion_model.blocks.0.attn.wq.{part}"]
     with pytest.raises(ValueError, match=r"blocks\.0\.attn\.wq has only .*wanted lora_down, lora_up and alpha"):
         read_comfyui(state)
 
 
 def test_a_module_of_two_kinds_is_an_error():
-    state = write_comfyui({"x": lokr()}, "krea2") | write_comfyui({"x": module(8, 15)}, "krea2")
+    state = write_comfyui({"x": lokr()}) | write_comfyui({"x": module(8, 15)})
     with pytest.raises(ValueError, match="x has only"):
         read_comfyui(state)
-    state = write_comfyui({"x": lokr()}, "krea2") | write_comfyui({"x": lokr(rank=(None, 2))}, "krea2")
+    state = write_comfyui({"x": lokr()}) | write_comfyui({"x": lokr(rank=(None, 2))})
     with pytest.raises(ValueError, match="x has only"):
         read_comfyui(state)
-
-
-def test_diffusers_layout_splits_the_fused_projection_and_folds_alpha():
-    fused = module(12, 6)
-    state = write_diffusers(
-        {"layers.3.attention.qkv": fused, "layers.3.attention.o": module(4, 4, seed=1)}, "ideogram4"
-    )
-    assert set(state) == {
-        f"transformer.layers.3.attention.{m}.lora_{x}.weight"
-        for m in ("to_q", "to_k", "to_v", "to_out.0")
-        for x in "AB"
-    }
-    members = [
-        state[f"transformer.layers.3.attention.to_{m}.lora_B.weight"]
-        @ state[f"transformer.layers.3.attention.to_{m}.lora_A.weight"]
-        for m in "qkv"
-    ]
-    assert torch.allclose(torch.cat(members), fused.delta(), atol=1e-6)
-
-
-def test_a_module_that_diffusers_does_not_have_is_an_error():
-    with pytest.raises(ValueError, match=r"blocks\.0\.nothing: diffusers' krea2 has no such module"):
-        write_diffusers({"blocks.0.nothing": module(4, 4)}, "krea2")
 
 
 def test_diffusers_own_converter_agrees(family_name):
@@ -220,6 +167,7 @@ def test_diffusers_own_converter_agrees(family_name):
 
     with torch.device("meta"):
         linears = {n: m for n, m in tiny.build(family_name).named_modules() if isinstance(m, torch.nn.Linear)}
+    shapes = Sizes.of(family_name, {f"{n}.weight": tuple(m.weight.shape) for n, m in linears.items()})
     supported = r"layers" if family_name == "ideogram4" else r""
     modules = {
         n: module(m.out_features, m.in_features, alpha=4.0, seed=i)  # alpha = rank, since its Krea 2 reader takes none
@@ -228,20 +176,20 @@ def test_diffusers_own_converter_agrees(family_name):
     }
     state = {
         k.replace("lora_down", "lora_A").replace("lora_up", "lora_B"): v
-        for k, v in write_comfyui(modules, family_name).items()
+        for k, v in write_comfyui(modules).items()
         if not k.endswith("alpha")
     }
     convert = {
         "krea2": theirs._convert_non_diffusers_krea2_lora_to_diffusers,
         "ideogram4": theirs._convert_non_diffusers_ideogram4_lora_to_diffusers,
     }[family_name]
-    wanted, found = convert(dict(state)), write_diffusers(modules, family_name)
+    wanted, found = convert(dict(state)), convert_state(write_comfyui(modules), {}, "diffusers", sizes=shapes)[0]
     assert set(found) == set(wanted)
     assert all(torch.equal(found[k], wanted[k]) for k in wanted)
 
 
 def test_written_file_comes_back_with_its_metadata(tmp_path):
-    state = write_comfyui({"blocks.0.attn.wq": module(8, 6)}, "krea2")
+    state = write_comfyui({"blocks.0.attn.wq": module(8, 6)})
     write_state(tmp_path / "a.safetensors", state, {"a": "b"})
     found, metadata = read_state(tmp_path / "a.safetensors")
     assert metadata["a"] == "b"

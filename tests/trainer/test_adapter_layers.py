@@ -384,12 +384,12 @@ def test_comfyui_makes_the_trained_weight_of_the_file(variant, precision, shape)
     modules = adapters.to_canonical(model, "a")
     with adapters.active(model, "a"), torch.no_grad():
         trained = model(torch.eye(shape[1])).T
-    found = comfyui(write_comfyui(modules, "krea2"), "diffusion_model.0", base.weight)
+    found = comfyui(write_comfyui(modules), "diffusion_model.0", base.weight)
     assert tiny.relative(found, trained) < 1e-6
     assert tiny.relative(modules["0"].merged(base.weight), trained) < 1e-6
-    read = read_comfyui(write_comfyui(modules, "krea2"))["0"]
+    read = read_comfyui(write_comfyui(modules))["0"]
     assert tiny.relative(read.merged(base.weight), trained) < 1e-6
     if "dora" in variant:
-        state = write_comfyui(modules, "krea2")
+        state = write_comfyui(modules)
         state["diffusion_model.0.dora_scale"] = modules["0"].magnitude[:, None]
         assert tiny.relative(comfyui(state, "diffusion_model.0", base.weight), trained) > 0.01

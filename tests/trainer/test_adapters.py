@@ -242,7 +242,7 @@ def test_canonical_form_has_the_true_scale_and_survives_the_layout(tmp_path, fam
     module = next(iter(modules.values()))
     assert module.alpha == 6
     assert tiny.relative(module.delta(), layer.get_delta_weight("a")) < 1e-6
-    back = read_comfyui(write_comfyui(modules, family_name))
+    back = read_comfyui(write_comfyui(modules))
     assert all(torch.equal(back[n].up, m.up) and back[n].alpha == 6.0 for n, m in modules.items())
 
 
