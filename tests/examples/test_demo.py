@@ -27,7 +27,7 @@ from graft_lora.examples.demo import (
 )
 from graft_lora.examples.demo_parts import base_path, encoders
 from graft_lora.examples.shapes import TRIGGER
-from graft_lora.lora_convert import Sizes, convert_file
+from graft_lora.lora_convert import Sizes, convert_file, read_comfyui, read_state
 from graft_lora.trainer import adapters
 from graft_lora.trainer.base_model import load_base
 from graft_lora.trainer.batches import Visit, collate
