@@ -90,6 +90,19 @@ def test_a_missing_part_of_any_kind_is_an_error(kind):
         refused(rest, BrokenModuleError, r"blocks\.0\.attn\.gate has only")
 
 
+def test_a_bias_of_another_length_is_an_error():
+    refused(
+        {"diffusion_model.first.diff_b": torch.randn(255)}, BrokenModuleError, "first has a diff_b of 255; .* has 256"
+    )
+
+
+def test_loha_factors_of_different_ranks_are_an_error():
+    """Their product exists and is scaled by one rank: no reader would notice."""
+    state = write("krea2", loha(rank=2), "diffusion_model.", "official", only=("blocks.0.attn.gate",)).state
+    state |= {f"{GATE}.hada_w2_a": torch.randn(256, 3), f"{GATE}.hada_w2_b": torch.randn(3, 256)}
+    refused(state, BrokenModuleError, "hada_w1 and hada_w2 of different shapes")
+
+
 def test_a_lora_a_without_b_is_not_taken_for_full_rank():
     """Only where it has the weight's own shape."""
     state = {f"{GATE}.lora_A.weight": torch.randn(3, 256)}
