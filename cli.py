@@ -1,4 +1,4 @@
-"""The command line: `graft demo`, `graft train`, `graft estimate`."""
+"""The command line: `graft demo`, `graft train`, `graft estimate`, `graft inspect`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from pathlib import Path
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status: 0, or 2 after one line that says what is wrong."""
     parsed = _parser().parse_args(arguments)
+    from .lora_convert.errors import LoraError
     from .trainer.errors import GraftError
 
     try:
         parsed.command(parsed)
-    except (GraftError, OSError) as error:
+    except (GraftError, LoraError, OSError) as error:
         print(f"graft: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -49,6 +50,12 @@ def _parser() -> argparse.ArgumentParser:
     estimate.add_argument("--rank", type=int, default=32, help="rank of the LoRA (32)")
     estimate.add_argument("--precision", default="auto", help="fp32, bf16, fp8, int8, nf4 or auto (the default)")
     estimate.set_defaults(command=_estimate)
+
+    inspect = commands.add_parser("inspect", help="what a LoRA file holds, and which programs would load it")
+    inspect.add_argument("file", type=Path, metavar="FILE", help="a LoRA of any layout, safetensors")
+    inspect.add_argument("--json", action="store_true", help="print it as JSON")
+    inspect.add_argument("--base", type=Path, metavar="MODEL", help="the base, where it is not of the published size")
+    inspect.set_defaults(command=_inspect)
     return parser
 
 
@@ -65,6 +72,22 @@ def _estimate(parsed: argparse.Namespace) -> None:
     families = [family_named(parsed.family)] if parsed.family else list(FAMILIES.values())
     question = Question(parsed.host, parsed.resolution, parsed.rank, parsed.precision)
     print(table(rows(families, parsed.card or CARDS, question)))
+
+
+def _inspect(parsed: argparse.Namespace) -> None:
+    import json
+
+    from .lora_convert.inspect import inspect_file
+
+    sizes = None
+    if parsed.base:
+        from .lora_convert.sizes import Sizes
+        from .trainer.checkpoints import open_model_file
+
+        model = open_model_file(parsed.base)
+        sizes = Sizes.of(model.family.name, model.shapes)
+    found = inspect_file(parsed.file, sizes)
+    print(json.dumps(found.as_dict(), indent=2, ensure_ascii=False) if parsed.json else found.text())
 
 
 def _train(parsed: argparse.Namespace) -> None:
