@@ -96,6 +96,11 @@ class Whole:
         return found
 
     @cached_property
+    def lengths(self) -> dict[tuple[str, int | None], tuple[int, ...]]:
+        """Module → shape of its `dora_scale`."""
+        return {seen.module: seen.shape for seen in self.seen if seen.key.part == "dora_scale"}
+
+    @cached_property
     def prefixes(self) -> set[str]:
         return {seen.key.prefix for seen in self.seen}
 
@@ -269,13 +274,10 @@ def _vector_on_square(seen: Seen, whole: Whole) -> bool:
 
 
 def _vector_by_row(seen: Seen, whole: Whole) -> bool:
-    """One number a row without a second dimension: ComfyUI's product has a shape that is not the weight's."""
-    return (
-        seen.key.part == "dora_scale"
-        and len(seen.shape) == 1
-        and seen.change is not None
-        and seen.shape[0] == seen.change.shape[0] != seen.change.shape[1]
-    )
+    """A key of a module with one length a row, without a second dimension: the product has not the weight's shape."""
+    lengths = whole.lengths.get(seen.module, ())
+    shape = () if seen.change is None else seen.change.shape
+    return len(lengths) == 1 and len(shape) == 2 and lengths[0] == shape[0] != shape[1]
 
 
 def _paper_by_row(seen: Seen, whole: Whole) -> bool:

@@ -429,3 +429,32 @@ def test_trainers(case):
         assert verdict.loads == loads, (name, verdict)
         assert bool(verdict.reasons) == bool(words) or loads == "fully", (name, verdict)
         assert all(any(word in reason for reason in verdict.reasons) for word in words), (name, verdict)
+
+
+NOT_SQUARE = {"krea2": "tproj.1", "ideogram4": "layers.0.feed_forward.w2"}
+IS_SQUARE = {"krea2": "blocks.0.attn.wo", "ideogram4": "layers.0.attention.o"}
+
+
+def test_comfyui_does_nothing_with_a_lora_a_alone(family_name):
+    file = lora_files.write(family_name, without_up, *OFFICIAL, only=(IS_SQUARE[family_name],))
+    assert judged(file)["ComfyUI"].loads == comfyui_computes(file) == "not"
+
+
+@pytest.mark.parametrize(("modules", "loads"), [(NOT_SQUARE, "not"), (IS_SQUARE, "wrongly")])
+def test_comfyui_and_lengths_as_a_vector(modules, loads, family_name):
+    """Over the norm of W, as it computes them, but without a second dimension."""
+    parts = with_lengths(PLAIN_LORA, ".dora_scale", row)
+    file = lora_files.write(family_name, parts, *OFFICIAL, metadata=OVER_W, only=(modules[family_name],))
+    assert judged(file)["ComfyUI"].loads == comfyui_computes(file) == loads
+    upright = with_lengths(PLAIN_LORA, ".dora_scale")
+    file = lora_files.write(family_name, upright, *OFFICIAL, metadata=OVER_W, only=(modules[family_name],))
+    assert judged(file)["ComfyUI"].loads == comfyui_computes(file) == "fully"
+
+
+def test_comfyui_takes_lengths_of_columns_of_one_row_for_those_of_rows():
+    stem = "diffusion_model.txtfusion.projector"
+    state = {f"{stem}.lora_A.weight": torch.ones(1, 3), f"{stem}.lora_B.weight": torch.ones(1, 1)}
+    file = lora_files.File("krea2", state | {f"{stem}.dora_scale": torch.tensor([[0.5, 1.0, 2.0]])})
+    verdict = judged(file)["ComfyUI"]
+    assert verdict.loads == comfyui_computes(file) == "wrongly"
+    assert "lengths of a column are taken for those of the one row" in verdict.reasons[0]
