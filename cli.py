@@ -1,4 +1,4 @@
-"""The command line: `graft demo`, `graft train`, `graft estimate`, `graft convert`."""
+"""The command line: `graft demo`, `graft train`, `graft estimate`, `graft convert`, `graft inspect`."""
 
 from __future__ import annotations
 
@@ -70,6 +70,11 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--report", type=Path, metavar="JSON", help="write the comparison of every module there")
     convert.add_argument("--force", action="store_true", help="replace what is at the target")
     convert.set_defaults(command=_convert)
+    inspect = commands.add_parser("inspect", help="what a LoRA file holds, and which programs would load it")
+    inspect.add_argument("file", type=Path, metavar="FILE", help="a LoRA of any layout, safetensors")
+    inspect.add_argument("--json", action="store_true", help="print it as JSON")
+    inspect.add_argument("--base", type=Path, metavar="MODEL", help="the base, where it is not of the published size")
+    inspect.set_defaults(command=_inspect)
     return parser
 
 
@@ -154,6 +159,13 @@ def _write_report(path: Path, results: Mapping[str, Report | Exception]) -> None
     }
     with atomic_file(path, overwrite=True) as temporary:
         temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def _inspect(parsed: argparse.Namespace) -> None:
+    from .lora_convert.inspect import inspect_file
+
+    found = inspect_file(parsed.file, _base(parsed.base)["sizes"] if parsed.base else None)
+    print(json.dumps(found.as_dict(), indent=2, ensure_ascii=False) if parsed.json else found.text())
 
 
 def _train(parsed: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ from .canonical import Canonical, Change, DiffModule, LohaModule, LokrModule, Lo
 from .convert import LAYOUTS, Report, convert_file, convert_folder, convert_state
 from .errors import LoraError
 from .files import atomic_file, read_state, write_state
+from .inspect import Inspection, inspect_file, inspect_state
 from .layouts import FP32_PARTS, read_comfyui, write_comfyui
 from .reading import LoraFile, open_lora, read_lora
 from .sizes import Sizes
@@ -17,6 +18,7 @@ __all__ = [
     "Canonical",
     "Change",
     "DiffModule",
+    "Inspection",
     "LohaModule",
     "LokrModule",
     "LoraError",
@@ -33,6 +35,8 @@ __all__ = [
     "convert_folder",
     "convert_state",
     "gather",
+    "inspect_file",
+    "inspect_state",
     "open_lora",
     "read_comfyui",
     "read_lora",

@@ -52,6 +52,7 @@ class Table:
         alone: everything that is not numbered, by official name.
         joint: q, k and v, in each of the containers.
         main_blocks: pattern of a transformer block, or of a module inside one, whose group 1 is the block's number.
+        groups: (what people call some modules, pattern of their official or joint names); the first that fits counts.
     """
 
     family: str
@@ -61,6 +62,7 @@ class Table:
     alone: Mapping[str, Row]
     joint: Joint
     main_blocks: str
+    groups: tuple[tuple[str, str], ...]
 
     @cached_property
     def inner(self) -> Mapping[str, str | tuple[str, ...]]:
@@ -183,6 +185,7 @@ KREA2 = Table(
     },
     joint=Joint("attn.qkv", ("attn.wq", "attn.wk", "attn.wv"), ("attn.to_qkv",)),
     main_blocks=r"blocks\.(\d+)(\..+)?",
+    groups=(("text fusion", r"txt(fusion|mlp)\..+"), ("attention", r".+\.attn\..+"), ("mlp", r".+\.mlp\..+")),
 )
 
 
@@ -229,6 +232,7 @@ IDEOGRAM4 = Table(
     },
     joint=Joint("attention.qkv", None, ("attention.to_qkv",)),
     main_blocks=r"layers\.(\d+)(\..+)?",
+    groups=(("attention", r".+\.attention\..+"), ("mlp", r".+\.feed_forward\..+")),
 )
 
 TABLES: dict[str, Table] = {table.family: table for table in (KREA2, IDEOGRAM4)}
