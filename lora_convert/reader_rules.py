@@ -134,8 +134,11 @@ class Whole:
     @cached_property
     def peft_rank(self) -> int | None:
         """The rank that PEFT's settings in the header give to all modules; None where there are none, or several."""
-        settings = json.loads(self.metadata.get(ADAPTER_METADATA, "{}"))
-        if settings.get("transformer.rank_pattern"):
+        try:
+            settings = json.loads(self.metadata.get(ADAPTER_METADATA, "{}"))
+        except (ValueError, RecursionError):  # a file whose modules have alphas of their own is read without them
+            return None
+        if not isinstance(settings, dict) or settings.get("transformer.rank_pattern"):
             return None
         rank = settings.get("transformer.r")
         return rank if isinstance(rank, int) else None

@@ -167,3 +167,12 @@ def test_of_a_broken_file_there_is_no_inspection(family_name):
     next(iter(file.state.values()))[0, 0] = float("nan")
     with pytest.raises(LoraError, match="not finite"):
         inspect_state(file.state, {}, lora_files.sizes(family_name))
+
+
+@pytest.mark.parametrize("header", ["{", "[1]", "[" * 100_000])
+def test_a_broken_peft_header_beside_alphas_of_their_own_is_no_crash(family_name, header):
+    file = lora_files.write(
+        family_name, lora(".lora_A.weight", ".lora_B.weight", alpha=2.0), "transformer.", "diffusers"
+    )
+    found = inspect_state(file.state, {"lora_adapter_metadata": header}, lora_files.sizes(family_name))
+    assert found.verdicts
