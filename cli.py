@@ -101,8 +101,8 @@ def _convert(parsed: argparse.Namespace) -> int:
     options = {"rank": parsed.rank, "dtype": parsed.dtype, "bake": parsed.bake, "force": parsed.force}
     if parsed.base:
         options |= _base(parsed.base)
-    if parsed.report and parsed.report.exists() and not parsed.force:
-        raise FileExistsError(f"{parsed.report} exists already and is not overwritten unasked")
+    if parsed.report:
+        _check_report(parsed.report, parsed.source, parsed.target, parsed.force)
     results: dict[str, Report | Exception] = {}
     if parsed.source.is_dir():
         count = sum(1 for _ in parsed.source.rglob("*.safetensors"))
@@ -121,6 +121,18 @@ def _convert(parsed: argparse.Namespace) -> int:
     if len(reports) < len(results):
         print(f"{len(results) - len(reports)} of {len(results)} files were not converted", file=sys.stderr)
     return 0 if len(reports) == len(results) else 1
+
+
+def _check_report(report: Path, source: Path, target: Path, force: bool) -> None:
+    """Before anything is converted: the report's place is its own, and can be written to."""
+    from .lora_convert.errors import LoraError
+
+    if report.suffix == ".safetensors" or report.resolve() in (source.resolve(), target.resolve()):
+        raise LoraError(f"the report {report} is a LoRA's place; give it a name of its own, such as r.json")
+    if not report.resolve().parent.is_dir():
+        raise LoraError(f"the report {report} cannot be written: there is no folder {report.parent}; make it first")
+    if report.exists() and not force:
+        raise FileExistsError(f"{report} exists already; give another name, or --force to replace it")
 
 
 def _base(path: Path) -> dict[str, Any]:
@@ -157,7 +169,7 @@ def _write_report(path: Path, results: Mapping[str, Report | Exception]) -> None
         name: {"error": str(result)} if isinstance(result, Exception) else result.as_dict()
         for name, result in results.items()
     }
-    with atomic_file(path, overwrite=True) as temporary:
+    with atomic_file(path, overwrite=True) as temporary:  # `_check_report` has looked
         temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 

@@ -28,15 +28,16 @@ def fold(module: LoraModule, dtype: torch.dtype | None) -> tuple[LoraModule, flo
     return replace(module, up=folded, alpha=float(module.rank)), cost
 
 
-def fold_lokr(module: LokrModule) -> tuple[LokrModule, float]:
-    """The scale in the second factor, alpha the rank, and what the rounding to its dtype has cost, relative."""
+def fold_lokr(module: LokrModule, dtype: torch.dtype | None) -> tuple[LokrModule, float]:
+    """The scale in the second factor, alpha the rank, and what the rounding has cost, as in `fold`."""
     if module.scale == 1 or module.rank is None:
         return module, 0.0
     tensor = module.w2[0] if isinstance(module.w2, tuple) else module.w2
     exact = tensor.float() * module.scale
-    folded = exact.to(tensor.dtype)
+    folded = exact.to(dtype or tensor.dtype)
+    cost = 0.0 if dtype not in (None, tensor.dtype) else _relative(folded, exact)
     w2: Factor = (folded, module.w2[1]) if isinstance(module.w2, tuple) else folded
-    return replace(module, w2=w2, alpha=float(module.rank)), _relative(folded, exact)
+    return replace(module, w2=w2, alpha=float(module.rank)), cost
 
 
 def whole_w1(module: LokrModule) -> LokrModule:

@@ -25,7 +25,7 @@ Base = Callable[[], Tensor] | None
 """Gives the fused base weight (q's, k's and v's rows, in), asked only where the mathematics needs it."""
 
 _NAMES = ("q", "k", "v")
-_EXACT = 1e-6
+_EXACT = 2e-7
 """Relative error of dW, of each member, up to which a collapse of the rank counts as exact: some roundings of fp32."""
 
 

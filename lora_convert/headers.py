@@ -27,7 +27,7 @@ def fresh(metadata: Mapping[str, str], dora_scale: str | None = None) -> dict[st
     kept = {k: v for k, v in metadata.items() if k not in _STALE and not k.startswith(_STALE_STARTS)}
     try:
         graft = json.loads(kept.get(_GRAFT, "{}"))
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         graft = None
     if isinstance(graft, dict):
         graft.pop(_DORA, None)

@@ -111,7 +111,7 @@ def _folded(pieces: list[Piece], target: Target, dtype: torch.dtype | None) -> t
             if target.whole_w1:
                 change = whole_w1(change)
             if target.folds_lokr:
-                change, lost = fold_lokr(change)
+                change, lost = fold_lokr(change, dtype or piece.dtype)
         if lost:
             cost[piece.name] = lost
         found.append(replace(piece, change=change))

@@ -280,3 +280,86 @@ def test_a_lora_of_rank_one_module_names_its_kind():
     file = source_of("krea2", "ComfyUI")
     _, _, report = convert_state(file.state, file.metadata, "comfyui", sizes=sizes("krea2"))
     assert {module.kind for module in report.modules} == {LoraModule.__name__, "LoraModule | LoraModule | LoraModule"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_strength_that_is_one_percent_off_is_seen_where_nothing_is_rounded(dtype, monkeypatch):
+    """The rounding of the dtype is no leave to be wrong by it: a rename must keep the bits."""
+    file = source_of("krea2", "ComfyUI", dtype=dtype)
+    write_lora = convert_module.write_lora
+
+    def careless(*arguments, **options):
+        written = write_lora(*arguments, **options)
+        key = next(key for key in written.state if key.endswith("mlp.down.alpha"))
+        written.state[key] = 1.01 * written.state[key]
+        return written
+
+    monkeypatch.setattr(convert_module, "write_lora", careless)
+    with pytest.raises(LoraError, match="1 of 3 modules would not be what they were"):
+        convert_state(file.state, file.metadata, "comfyui", sizes=sizes("krea2"))
+
+
+def test_a_small_member_that_is_lost_is_seen_beside_a_truncated_one(monkeypatch):
+    shapes, generator, state = sizes("krea2"), torch.Generator().manual_seed(0), {}
+    for letter, rank, size in (("q", 8, 1.0), ("k", 2, 1e-3)):
+        out, columns = shapes.shape(f"blocks.1.attn.w{letter}")
+        stem = f"diffusion_model.blocks.1.attn.w{letter}"
+        state[f"{stem}.lora_down.weight"] = torch.randn(rank, columns, generator=generator)
+        state[f"{stem}.lora_up.weight"] = size * torch.randn(out, rank, generator=generator)
+    convert_state(state, {}, "comfyui", rank=4, sizes=shapes)
+    write_lora = convert_module.write_lora
+
+    def careless(*arguments, **options):
+        written = write_lora(*arguments, **options)
+        key = next(key for key in written.state if "wk.lora_up" in key)
+        written.state[key] = torch.zeros_like(written.state[key])
+        return written
+
+    monkeypatch.setattr(convert_module, "write_lora", careless)
+    with pytest.raises(LoraError, match="would not be what they were"):
+        convert_state(state, {}, "comfyui", rank=4, sizes=shapes)
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+@pytest.mark.parametrize("target", ["comfyui", "diffusers"])
+def test_a_weak_dora_beside_a_plain_lora_goes_through_with_the_base(family_name, base, target, rank):
+    """Its lengths are those of the whole weight, of which the change is a hundredth."""
+    from graft_lora.cli import _base
+
+    _, dora, plain = EVERYWHERE[family_name]
+    generator = torch.Generator().manual_seed(0)
+    weights, state = load_file(base), {}
+    for name in (dora, plain):
+        weight = weights[f"{name}.weight"]
+        down = torch.randn(3, weight.shape[1], generator=generator)
+        up = torch.randn(len(weight), 3, generator=generator)
+        up *= 0.01 * weight.norm() / (up @ down).norm()
+        stem = f"diffusion_model.{name}"
+        state |= {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": up}
+        if name == dora:
+            state[f"{stem}.magnitude"] = (weight + up @ down).norm(dim=1)
+    _, _, report = convert_state(state, {}, target, rank, **_base(base))
+    assert len(report.modules) == 2
+
+
+@pytest.mark.parametrize("header", ["[" * 100_000, '{"a":' + "1" * 5000 + "}"])
+def test_a_hostile_header_stops_neither_a_file_nor_a_folder(tmp_path, header):
+    (tmp_path / "in").mkdir()
+    for name, metadata in (("a", {"graft": header}), ("b", {})):
+        save_file(source_of("krea2", "ComfyUI").state, tmp_path / "in" / f"{name}.safetensors", metadata)
+    found = dict(convert_folder(tmp_path / "in", tmp_path / "out", "kohya", sizes=sizes("krea2")))
+    assert len(found) == 2
+    assert (tmp_path / "out" / "b.safetensors").is_file()
+
+
+@pytest.mark.parametrize("report", ["in.safetensors", "out.safetensors", "nowhere/r.json"])
+def test_a_report_never_takes_the_place_of_a_lora(tmp_path, capsys, report):
+    """With --force it once replaced the source, and without it the result."""
+    source = tmp_path / "in.safetensors"
+    save_file(source_of("krea2", "ComfyUI").state, source)
+    before = source.read_bytes()
+    arguments = ["convert", str(source), str(tmp_path / "out.safetensors"), "--to", "kohya", "--force"]
+    assert main([*arguments, "--report", str(tmp_path / report)]) == 2
+    assert "the report" in capsys.readouterr().err
+    assert source.read_bytes() == before
+    assert not (tmp_path / "out.safetensors").exists()
