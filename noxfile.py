@@ -13,7 +13,8 @@ CONSTRAINTS = "constraints.txt"
 
 
 def install(session: nox.Session, *what: str) -> None:
-    session.install("-c", CONSTRAINTS, *what)
+    # Compiling every file of torch and its companions takes longer than compiling, as they are imported, those in use.
+    session.install("--no-compile", "-c", CONSTRAINTS, *what)
 
 
 @nox.session

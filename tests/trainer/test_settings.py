@@ -17,7 +17,7 @@ def test_defaults_are_those_that_a_first_run_needs(tmp_path):
     settings = read_settings(written(tmp_path, ""))
     assert settings.lora == RunSettings().lora
     assert (settings.lora.rank, settings.lora.targets) == (32, "attention+mlp")
-    assert (settings.model.precision, settings.model.compute_dtype) == ("bf16", "bf16")
+    assert (settings.model.precision, settings.model.compute_dtype) == ("auto", "bf16")
     assert settings.train.timesteps == "family"
     assert settings.output == str(tmp_path / "runs" / "cats")
 
@@ -60,7 +60,7 @@ def test_values_arrive(tmp_path):
         ("[train]\nlearning_rate = inf", "learning_rate is inf"),
         ("[lora]\nalpha = inf", "alpha is infinite"),
         ("[lora]\nrank = 0", "rank is 0; wanted 1 to 4096"),
-        ('[model]\nprecision = "int3"', "precision 'int3' is not known; choose one of fp32, bf16"),
+        ('[model]\nprecision = "int3"', "precision 'int3' is not known; choose one of auto, fp32, bf16"),
         ('[model]\ncompute_dtype = "fp16"', "compute_dtype 'fp16' is not known; choose one of bf16, fp32"),
         ('[model]\nfamily = "flux"', "family 'flux' is not known; choose one of krea2, ideogram4"),
         ('[train]\ntimesteps = "sigmoid"', "timesteps 'sigmoid' is not known"),
