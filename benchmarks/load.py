@@ -145,7 +145,7 @@ def measured(path: Path, precision: str, device: str, cache: str) -> dict[str, f
     with torch.device("meta"):
         nn.Linear(1, 1)
     with timed() as times:
-        base = load_base(path, precision, "bf16", device, cache)
+        base = load_base(path, precision, "bf16", device, quantized_cache=cache)
         if device != "cpu":
             torch.cuda.synchronize()
     done.set()

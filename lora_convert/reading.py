@@ -82,10 +82,11 @@ def open_lora(path: str | Path, skip_unknown: bool = False) -> tuple[dict[str, T
         raise NotALoraError(f"{path} is a folder; wanted a safetensors file")
     try:
         with path.open("rb") as file:
-            start = file.read(4)
+            start = file.read(9)
         if not start:
             raise NotALoraError(f"{path} is empty; wanted a safetensors file; was it copied whole?")
-        if start[:1] == b"\x80" or start == b"PK\x03\x04":
+        # The header's length may begin with any byte: what follows it tells a safetensors file.
+        if start[8:] != b"{" and (start[:1] == b"\x80" or start[:4] == b"PK\x03\x04"):
             raise NotALoraError(f"{path} is a pickle, which can run code as it is read; wanted a safetensors file")
         with safe_open(path, framework="pt") as header:
             found = sort_keys(header.keys())

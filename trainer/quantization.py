@@ -113,7 +113,11 @@ class _PerRow(Format):
         quantize_rows = self.row_quantizer()
         for place, piece in pieces(weight, columns):
             chosen = slice(place.start // columns, place.stop // columns)
-            data[chosen], scale[chosen] = quantize_rows(piece.view(-1, columns))
+            numbers, scales = quantize_rows(piece.view(-1, columns))
+            if numbers.dtype != self.dtype:
+                # A copy would cast whatever came back in silence.
+                raise ValueError("torchao quantises nothing, as a stub does")
+            data[chosen], scale[chosen] = numbers, scales
         return {"data": data, "scale": scale}
 
     def dequantize(self, buffers: Buffers, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

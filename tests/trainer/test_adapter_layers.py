@@ -189,7 +189,7 @@ def test_shapes_gradients_and_scale_are_those_of_lycoris(rows, columns, factor, 
     x = torch.randn(3, 5, columns)
     found, wanted = ours(model, x), gradients(theirs, [parameters[f"lokr_{part}"] for part in weights], x)
     for ours_, theirs_ in zip(found, wanted, strict=True):
-        assert tiny.relative(ours_, theirs_) < 2e-6
+        assert tiny.relative(ours_, theirs_) < 5e-6
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

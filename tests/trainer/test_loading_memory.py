@@ -29,10 +29,10 @@ def memory(name):
 
 source, precision, cache, tiny = sys.argv[1:]
 torch.set_num_threads(1)
-load_base(tiny, precision, "bf16", "cpu", cache)
+load_base(tiny, precision, "bf16", "cpu", quantized_cache=cache)
 Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts from here
 before = memory("VmRSS")
-base = load_base(source, precision, "bf16", "cpu", cache)
+base = load_base(source, precision, "bf16", "cpu", quantized_cache=cache)
 kept = sum(tensor.nbytes for tensor in [*base.model.parameters(), *base.model.buffers()])
 print(json.dumps({"peak": memory("VmHWM") - before, "kept": kept, "notes": base.notes}))
 """

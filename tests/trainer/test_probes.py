@@ -39,11 +39,6 @@ def test_a_stub_of_torchao_that_quantises_nothing(monkeypatch, precision):
     assert_refused(precision, "torchao quantises nothing, as a stub does")
 
 
-def test_a_stub_that_gives_back_the_tensor(monkeypatch):
-    monkeypatch.setattr(torchao.quantization, "to_nf4", lambda weight, *_: weight)
-    assert_refused("nf4", "'Tensor' object has no attribute 'nf4'")
-
-
 @pytest.mark.parametrize("precision", QUANTISED)
 def test_numbers_that_come_back_wrong(monkeypatch, precision):
     kind = QUANTISED[precision]
