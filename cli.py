@@ -31,7 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("graft: stopped", file=sys.stderr)
         return 130
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--report", type=Path, metavar="JSON", help="write the comparison of every module there")
     convert.add_argument("--force", action="store_true", help="replace what is at the target")
     convert.set_defaults(command=_convert)
+
     inspect = commands.add_parser("inspect", help="what a LoRA file holds, and which programs would load it")
     inspect.add_argument("file", type=Path, metavar="FILE", help="a LoRA of any layout, safetensors")
     inspect.add_argument("--json", action="store_true", help="print it as JSON")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from .canonical import LoraModule
 from .pieces import Piece, fields, kind
+from .tables import TABLES
 from .targets import DIFF, LOKR, ROW, SIMPLETUNER_LYCORIS, TARGETS, Target
 
 
@@ -47,7 +48,7 @@ def _of_onetrainer(ranks: set[int], doras: set[str], kinds: set[str], family: st
 
 
 def _of_simpletuner(ranks: set[int], doras: set[str], kinds: set[str], family: str) -> Iterator[str]:
-    if family == "krea2":
+    if TABLES[family].joint.official is not None:  # the model itself has them apart
         yield "q, k and v are fused: SimpleTuner wants fuse_qkv_projections for it"
 
 

@@ -236,6 +236,11 @@ class Split:
     rows: tuple[int, int, int]
 
 
+def members_of(change: Change | Split) -> list[Change]:
+    """The changes that there are: of q, k and v apart those that are changed, else the one."""
+    return [member for member in change.members if member is not None] if isinstance(change, Split) else [change]
+
+
 Canonical = dict[str, Change]
 """Official module name → its change."""
 

@@ -10,9 +10,9 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from .canonical import Change, LokrModule, LoraModule, Split
+from .canonical import Change, LokrModule, LoraModule, Split, members_of
 from .fusing import cut
-from .low_rank import MAGNITUDES, as_lora, product_norm, stacked_norm
+from .low_rank import MAGNITUDES, as_lora, norm, product_norm, stacked_norm
 
 _CHUNK_BYTES = 4 * 2**20
 """Of a temporary of rows of dW in fp32. About eight stand at a time."""
@@ -37,11 +37,7 @@ def difference(a: Change | Split, b: Change | Split, whole: bool = False) -> flo
     """
     if not _same_shape(a, b):
         return math.inf
-    by_column = any(
-        member is not None and member.column_magnitude is not None
-        for side in (a, b)
-        for member in (side.members if isinstance(side, Split) else (side,))
-    )
+    by_column = any(member.column_magnitude is not None for side in (a, b) for member in members_of(side))
     if by_column and isinstance(a, Split) != isinstance(b, Split):
         # Lengths of columns of q, k and v apart are not those of all rows together.
         return math.inf
@@ -217,12 +213,7 @@ def _norm(side: _Side) -> float:
     """‖dW‖."""
     if side is None:
         return 0.0
-    if isinstance(side, LoraModule):
-        return abs(side.scale) * product_norm(side.up, side.down)
-    if isinstance(side, LokrModule):
-        w1, w2 = _factors(side)
-        return (w1.norm() * w2.norm()).item()
-    return _dense_norm(side)
+    return norm(side) if isinstance(side, Change) else _dense_norm(side)
 
 
 def _dense_norm(one: Change | _Piece, other: Change | _Piece | None = None) -> float:

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .canonical import Change, Split
+from .canonical import Change, Split, members_of
 from .compare import difference
 from .dora import bake as effect_of
 from .errors import CannotConvertError, LoraError
 from .files import write_state
 from .fusing import split
-from .pieces import Base, Weights
+from .low_rank import norm
+from .pieces import Base, Weights, title
 from .reading import LoraFile, open_lora, read_lora
 from .sizes import Sizes
 from .targets import TARGETS
@@ -151,12 +152,12 @@ def verify(
         found = after.modules.get(name)
         if found is None:
             raise LoraError(f"{name} is not in the result; this is a fault of Graft: report it with the file's keys")
-        truncation = _truncation(written, name, sizes)
+        truncation = _truncation(written, name, source.family)
         if base is not None and (_has_lengths(wanted) or _has_lengths(found)):
             # One form of its lengths may have become another, or all of it a full change: what it does is compared.
             error, allowed = _by_effect(wanted, found, name, weights, truncation)
         elif rank is not None and isinstance(found, Split):
-            error, allowed = _by_member(wanted, found, name, written, sizes)
+            error, allowed = _by_member(wanted, found, name, written, source.family)
         else:
             error = difference(wanted, found, whole=rank is not None)
             renamed = rank is None and _is_kept(wanted, found, layout)
@@ -201,16 +202,14 @@ def _is_kept(wanted: Change | Split, found: Change | Split, layout: str) -> bool
 
 
 def _kinds(change: Change | Split) -> set[tuple[type, torch.dtype]]:
-    members = change.members if isinstance(change, Split) else (change,)
-    return {(type(m), tensor.dtype) for m in members if m is not None for tensor in m.factors().values()}
+    return {(type(member), tensor.dtype) for member in members_of(change) for tensor in member.factors().values()}
 
 
-def _by_member(wanted: Change | Split, found: Split, name: str, written: Written, sizes: Sizes) -> tuple[float, float]:
+def _by_member(wanted: Change | Split, found: Split, name: str, written: Written, family: str) -> tuple[float, float]:
     """The member that differs most beyond what its own rank explains: its difference, and what is allowed of it."""
     apart = wanted if isinstance(wanted, Split) else split(wanted, found.rows)
-    spelled = sizes.table.members(name) or tuple(f"{letter} of {name}" for letter in "qkv")
     worst = (0.0, 0.0)
-    for member, (mine, theirs) in zip(spelled, zip(apart.members, found.members, strict=True), strict=True):
+    for index, (mine, theirs) in enumerate(zip(apart.members, found.members, strict=True)):
         if mine is None and theirs is None:
             continue
         if mine is None or theirs is None:
@@ -220,7 +219,7 @@ def _by_member(wanted: Change | Split, found: Split, name: str, written: Written
             pair = (math.inf if any(bool(t.any()) for t in lone.factors().values()) else 0.0, 0.0)
         else:
             rounding = ROUNDINGS * max(_rounding(mine), _rounding(theirs))
-            pair = difference(mine, theirs), rounding + written.errors.get(member, 0.0)
+            pair = difference(mine, theirs), rounding + written.errors.get(title(family, name, index), 0.0)
         if pair[0] - pair[1] >= worst[0] - worst[1]:
             worst = pair
     return worst
@@ -235,27 +234,22 @@ def _by_effect(
     truncation, which is relative to dW.
     """
     mine, theirs = _effect(wanted, name, weights), _effect(found, name, weights)
-    members = mine.members if isinstance(mine, Split) else (mine,)
-    effect = math.hypot(*(m.delta().norm().item() for m in members if m is not None)) or 1.0
+    effect = math.hypot(*map(norm, members_of(mine))) or 1.0
+    change = math.hypot(*map(norm, members_of(wanted)))
     weight = weights.of(name, None).norm().item()
-    changes = wanted.members if isinstance(wanted, Split) else (wanted,)
-    change = math.hypot(*(m.delta().norm().item() for m in changes if m is not None))
     allowed = ROUNDINGS * max(_rounding(found), _rounding(wanted)) * max(1.0, change / effect)
     allowed += 8 * 2**-24 * weight / effect + 2 * (truncation or 0.0) * change / effect
     return difference(mine, theirs, whole=True), allowed
 
 
-def _truncation(written: Written, name: str, sizes: Sizes) -> float | None:
+def _truncation(written: Written, name: str, family: str) -> float | None:
     """Of a module, or the largest of q, k and v that were brought to a rank apart."""
-    members = sizes.table.members(name) if sizes.is_joint(name) else None
-    letters = [f"{letter} of {name}" for letter in "qkv"]
-    found = [written.errors[key] for key in (name, *(members or ()), *letters) if key in written.errors]
-    return max(found, default=None)
+    names = [title(family, name, member) for member in (None, 0, 1, 2)]
+    return max((written.errors[key] for key in names if key in written.errors), default=None)
 
 
 def _has_lengths(change: Change | Split) -> bool:
-    members = change.members if isinstance(change, Split) else (change,)
-    return any(member is not None and member.has_magnitude for member in members)
+    return any(member.has_magnitude for member in members_of(change))
 
 
 def _effect(change: Change | Split, name: str, weights: Weights) -> Change | Split:
@@ -270,9 +264,7 @@ def _effect(change: Change | Split, name: str, weights: Weights) -> Change | Spl
 
 
 def _rounding(change: Change | Split) -> float:
-    members = change.members if isinstance(change, Split) else (change,)
-    dtypes = [tensor.dtype for member in members if member is not None for tensor in member.factors().values()]
-    return max((ROUNDING[dtype] for dtype in dtypes), default=0.0)
+    return max((ROUNDING[dtype] for _, dtype in _kinds(change)), default=0.0)
 
 
 def _kind(change: Change | Split) -> str:

@@ -22,22 +22,24 @@ def fold(module: LoraModule, dtype: torch.dtype | None) -> tuple[LoraModule, flo
     """
     if module.scale == 1:
         return module, 0.0
-    exact = module.up.float() * module.scale
-    folded = exact.to(dtype or module.up.dtype)
-    cost = 0.0 if dtype not in (None, module.up.dtype) else _relative(folded, exact)
-    return replace(module, up=folded, alpha=float(module.rank)), cost
+    up, cost = _scaled(module.up, module.scale, dtype)
+    return replace(module, up=up, alpha=float(module.rank)), cost
 
 
 def fold_lokr(module: LokrModule, dtype: torch.dtype | None) -> tuple[LokrModule, float]:
     """The scale in the second factor, alpha the rank, and what the rounding has cost, as in `fold`."""
     if module.scale == 1 or module.rank is None:
         return module, 0.0
-    tensor = module.w2[0] if isinstance(module.w2, tuple) else module.w2
-    exact = tensor.float() * module.scale
-    folded = exact.to(dtype or tensor.dtype)
-    cost = 0.0 if dtype not in (None, tensor.dtype) else _relative(folded, exact)
+    folded, cost = _scaled(module.w2[0] if isinstance(module.w2, tuple) else module.w2, module.scale, dtype)
     w2: Factor = (folded, module.w2[1]) if isinstance(module.w2, tuple) else folded
     return replace(module, w2=w2, alpha=float(module.rank)), cost
+
+
+def _scaled(tensor: Tensor, scale: float, dtype: torch.dtype | None) -> tuple[Tensor, float]:
+    """The product, formed in fp32 and rounded once, and what that has cost in the tensor's own dtype."""
+    exact = tensor.float() * scale
+    scaled = exact.to(dtype or tensor.dtype)
+    return scaled, 0.0 if dtype not in (None, tensor.dtype) else _relative(scaled, exact)
 
 
 def whole_w1(module: LokrModule) -> LokrModule:

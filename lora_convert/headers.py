@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 
-# diffusers and PEFT: the adapter's rank, alpha and modules as they were, from which loaders would build the adapter.
-PEFT_KEY = "lora_adapter_metadata"
-# Ranks and alphas, which readers apply where a file has no `.alpha`; and LyCORIS' own settings.
-_STALE = {PEFT_KEY, "lora_rank", "lora_alpha", "use_rslora", "lycoris_config", "modelspec.hash_sha256"}
+from .header import ADAPTER_METADATA
+
+# PEFT's settings, and ranks and alphas, from which readers would build another adapter; LyCORIS' own settings.
+_STALE = {ADAPTER_METADATA, "lora_rank", "lora_alpha", "use_rslora", "lycoris_config", "modelspec.hash_sha256"}
 # kohya's network settings; hashes of the tensors.
 _STALE_STARTS = ("ss_network_", "sshs_")
 _GRAFT = "graft"
@@ -68,5 +68,7 @@ def peft_entry(ranks: Mapping[str, int], doras: Collection[str], prefix: str) ->
         "lora_bias": False,
     }
     return {
-        PEFT_KEY: json.dumps({f"{prefix}.{key}": value for key, value in settings.items()}, indent=2, sort_keys=True)
+        ADAPTER_METADATA: json.dumps(
+            {f"{prefix}.{key}": value for key, value in settings.items()}, indent=2, sort_keys=True
+        )
     }

@@ -85,8 +85,7 @@ def spell(family: str, module: str, member: int | None = None, naming: str = OFF
 
 def _dotted(table: Table, module: str, member: int | None, naming: str) -> str | None:
     place = table.inside_of(module)
-    is_joint = place is not None and place[2] == table.joint.name
-    if place is None or not is_joint:
+    if place is None or not table.is_joint(module):
         if member is not None or table.row(module) is None:
             raise KeyError(f"{module}, member {member}")
         return module if naming == OFFICIAL else table.to_diffusers(module)[0]

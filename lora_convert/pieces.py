@@ -13,7 +13,7 @@ from .canonical import Canonical, Change, DiffModule, LohaModule, LokrModule, Lo
 from .dora import bake
 from .errors import CannotConvertError, LoraError
 from .fusing import fuse, split, truncate
-from .low_rank import product_norm
+from .low_rank import norm
 from .sizes import Sizes
 from .tables import TABLES
 from .targets import COLUMN, DIFF, LOHA, LOKR, LORA, PARAMETER, ROW, ROW_OVER_BASE, Target
@@ -119,7 +119,7 @@ def _dtype(change: Change) -> torch.dtype:
 def shaped(name: str, entry: Change | Split, target: Target, weights: Weights) -> Iterator[Piece]:
     """A module, or q, k and v, fused or split as the target has them."""
     family = weights.family
-    if not is_joint(family, name):
+    if not TABLES[family].is_joint(name):
         assert isinstance(entry, Change)
         yield Piece(name, None, name, entry)
         return
@@ -164,7 +164,7 @@ def truncated(pieces: list[Piece], rank: int) -> tuple[list[Piece], dict[str, fl
     for piece in pieces:
         change = piece.change
         if is_matrix(piece):
-            square = _square(change)
+            square = norm(change) ** 2
             whole += square
             if not (isinstance(change, LoraModule) and change.rank <= rank):
                 low, error = truncate(change, rank)
@@ -175,21 +175,8 @@ def truncated(pieces: list[Piece], rank: int) -> tuple[list[Piece], dict[str, fl
     return found, errors, math.sqrt(lost / whole) if whole else 0.0
 
 
-def _square(change: Change) -> float:
-    """‖dW‖² in fp64."""
-    if isinstance(change, LoraModule):
-        return (change.scale * product_norm(change.up, change.down)) ** 2
-    chunks = range(0, change.shape[0], 1024)
-    return sum(change.delta(slice(first, first + 1024)).double().square().sum().item() for first in chunks)
-
-
-def is_joint(family: str, module: str) -> bool:
-    table = TABLES[family]
-    place = table.inside_of(module)
-    return place is not None and place[2] == table.joint.name
-
-
 def title(family: str, module: str, member: int | None) -> str:
+    """A module's name in messages and reports, of q, k or v apart too."""
     members = TABLES[family].members(module)
     if member is None:
         return module

@@ -62,9 +62,7 @@ class Seen:
     @property
     def is_fused(self) -> bool:
         """Whether it is of q, k and v in one."""
-        table = TABLES[self.place.family]
-        inside = table.inside_of(self.place.module)
-        return self.place.member is None and inside is not None and inside[2] == table.joint.name
+        return self.place.member is None and TABLES[self.place.family].is_joint(self.place.module)
 
     def named(self, naming: str, flat: bool = False) -> bool:
         """Whether the module's name is this naming's own."""

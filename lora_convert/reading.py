@@ -17,6 +17,7 @@ from .canonical import Change, DiffModule, Factor, LohaModule, LokrModule, LoraM
 from .errors import BrokenModuleError, LoraError, NotALoraError
 from .files import read_state
 from .header import Header
+from .headers import OVER_BASE
 from .keys import Key, refuse_strangers, shown, some, sort_keys
 from .producers import layout_of, producer_of, style_of
 from .sizes import Shape, Sizes
@@ -241,7 +242,7 @@ def _over_base(metadata: Mapping[str, str], producer: str) -> bool:
     except (ValueError, RecursionError):
         ours = {}
     said = ours.get("dora_scale") if isinstance(ours, dict) else None
-    return said == "over the norm of W" or producer == "ComfyUI TrainLoraNode"
+    return said == OVER_BASE or producer == "ComfyUI TrainLoraNode"
 
 
 def _scalar(key: str, tensor: Tensor) -> float:

@@ -99,8 +99,7 @@ class Sizes:
 
     def is_joint(self, module: str) -> bool:
         """Whether a name is that of q, k and v together."""
-        place = self.table.inside_of(module)
-        return place is not None and place[2] == self.table.joint.name
+        return self.table.is_joint(module)
 
     def rows(self, joint: str) -> tuple[int, int, int]:
         """Output rows of q, k and v of a joint name.

@@ -89,10 +89,15 @@ class Table:
         place = self.inside_of(name)
         return self.inside.get(place[2]) if place else None
 
+    def is_joint(self, name: str) -> bool:
+        """Whether a name is that of q, k and v together."""
+        place = self.inside_of(name)
+        return place is not None and place[2] == self.joint.name
+
     def members(self, joint: str) -> tuple[str, str, str] | None:
         """Official names of q, k and v under a joint name; None where it is no joint name, or official itself."""
         place = self.inside_of(joint)
-        if place is None or place[2] != self.joint.name or self.joint.official is None:
+        if place is None or not self.is_joint(joint) or self.joint.official is None:
             return None
         q, k, v = (f"{place[0].format(place[1])}.{member}" for member in self.joint.official)
         return q, k, v

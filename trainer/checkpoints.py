@@ -43,7 +43,7 @@ from .stored_weights import (
     Plain,
     Shape,
     StoredWeight,
-    as_bytes,
+    bytes_of,
     is_auxiliary,
     understand,
 )
@@ -102,16 +102,10 @@ class ModelFile:
         """
         arena = Arena() if reuse else None
         with OpenFiles(arena) as files:
-            for name, members in self.weights.items():
+            for name in self.weights:
                 if arena is not None:
                     arena.reset()
-                shape = self.shapes[name]
-                third = _member_shape(shape, len(members))
-                pieces = [_decode(files, member, third) for member in members]
-                tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-                del pieces
-                # diffusers folds Krea 2's modulation tables to (6, D): the same numbers in the same order.
-                tensor = tensor.reshape(shape)
+                tensor = self._read(files, name)
                 yield name, tensor
                 # Not to be held while the next one is read.
                 del tensor
@@ -122,10 +116,16 @@ class ModelFile:
         Raises:
             KeyError: the family has no such parameter.
         """
-        shape, members = self.shapes[name], self.weights[name]
         with OpenFiles() as files:
-            pieces = [_decode(files, member, _member_shape(shape, len(members))) for member in members]
-        return torch.cat(pieces).reshape(shape)
+            return self._read(files, name)
+
+    def _read(self, files: OpenFiles, name: str) -> Tensor:
+        shape, members = self.shapes[name], self.weights[name]
+        third = _member_shape(shape, len(members))
+        pieces = [_decode(files, member, third) for member in members]
+        tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        # diffusers folds Krea 2's modulation tables to (6, D): the same numbers in the same order.
+        return tensor.reshape(shape)
 
 
 def open_model_file(path: str | Path, unconditional: bool = False) -> ModelFile:
@@ -419,7 +419,7 @@ def _marks(
             raise UnreadableFormatError(f"{path.name}: _quantization_metadata in its header is damaged") from error
     for key in (key for key in tensors if key.endswith(".comfy_quant")):
         try:
-            settings = json.loads(as_bytes(files.read(tensors[key])))
+            settings = json.loads(bytes_of(files.read(tensors[key])))
             marks[key.removesuffix(".comfy_quant")] = {**settings, "format": settings["format"]}
         except (ValueError, KeyError, TypeError) as error:
             raise UnreadableFormatError(f"{path.name}: {tensors[key].key} is damaged") from error

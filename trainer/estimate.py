@@ -11,7 +11,7 @@ from .base_model import PRECISIONS
 from .errors import DoesNotFitError, SettingsError
 from .families import Family
 from .plan import GIB, Budget, Workload
-from .settings import AUTO
+from .settings import AUTO, one_of
 
 CARDS = (8, 12, 16, 24)  # GB
 SMALL, LARGE = 512, 1024
@@ -35,10 +35,7 @@ class Question:
     precision: str = AUTO
 
     def __post_init__(self) -> None:
-        if self.precision not in (AUTO, *PRECISIONS):
-            raise SettingsError(
-                f"precision {self.precision!r} is not known; choose one of {', '.join((AUTO, *PRECISIONS))}"
-            )
+        one_of("precision", self.precision, (AUTO, *PRECISIONS))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..lora_convert import FP32_PARTS, LokrModule, LoraModule, read_comfyui, read_state, write_comfyui, write_state
+from ..lora_convert.headers import OVER_BASE
 from . import adapters, attention, memory, optimizers
 from .adapters import LoraSettings
 from .base_model import Base
@@ -271,7 +272,7 @@ class TrainSession:
                     "base": self.base.source.name,
                     "precision": self.base.precision,
                     "lora": asdict(self.lora),
-                    **({"dora_scale": "over the norm of W"} if self.lora.kind == "dora" else {}),
+                    **({"dora_scale": OVER_BASE} if self.lora.kind == "dora" else {}),
                     "train": asdict(self.train),
                 }
             ),

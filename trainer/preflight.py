@@ -376,7 +376,9 @@ def _memory(subject: _Subject) -> str:
         subject.resolved = on_cpu(settings)
         return "not planned: it trains on the CPU, in main memory"
     wanted = _workload(subject, settings)
-    chosen = plan.choose(wanted, _budget(wanted, device), modes.modes(device, subject.file.family))
+    # Each is tried on the device, which is not done for a precision that is chosen already.
+    usable = modes.modes(device, family) if wanted.precision == AUTO else None
+    chosen = plan.choose(wanted, _budget(wanted, device), usable)
     model = replace(settings.model, precision=chosen.precision, blocks_on_cpu=chosen.blocks_on_cpu)
     train = replace(settings.train, checkpointing=chosen.checkpointing)
     subject.resolved = replace(settings, model=model, train=train)
@@ -422,17 +424,17 @@ def _workload(subject: _Subject, settings: RunSettings) -> plan.Workload:
         subject.file.config,
         max(shapes, key=math.prod),
         tokens,
-        settings.lora,
-        settings.model.precision,
-        settings.model.compute_dtype,
-        settings.train.batch_size,
-        settings.train.optimizer,
-        settings.train.ema > 0,
-        settings.train.checkpointing,
-        settings.model.blocks_on_cpu,
-        bool(settings.preview.prompts),
-        subject.unconditional is not None,
-        dataset_bytes,
+        lora=settings.lora,
+        precision=settings.model.precision,
+        compute_dtype=settings.model.compute_dtype,
+        batch_size=settings.train.batch_size,
+        optimizer=settings.train.optimizer,
+        ema=settings.train.ema > 0,
+        checkpointing=settings.train.checkpointing,
+        blocks_on_cpu=settings.model.blocks_on_cpu,
+        preview=bool(settings.preview.prompts),
+        unconditional=subject.unconditional is not None,
+        dataset_bytes=dataset_bytes,
     )
 
 

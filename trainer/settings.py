@@ -25,7 +25,8 @@ AUTO = "auto"  # the memory plan chooses
 SAVE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _one_of(what: str, value: str, choices: typing.Iterable[str]) -> None:
+def one_of(what: str, value: str, choices: typing.Iterable[str]) -> None:
+    """Raises a `SettingsError` where the value is none of the choices."""
     if value not in choices:
         raise SettingsError(f"{what} {value!r} is not known; choose one of {', '.join(choices)}")
 
@@ -66,14 +67,14 @@ class ModelSettings:
     blocks_on_cpu: int | str = AUTO
 
     def __post_init__(self) -> None:
-        _one_of("precision", self.precision, (AUTO, *PRECISIONS))
+        one_of("precision", self.precision, (AUTO, *PRECISIONS))
         if self.blocks_on_cpu != AUTO:
             if isinstance(self.blocks_on_cpu, str):
                 raise SettingsError(f"blocks_on_cpu is {self.blocks_on_cpu!r}; wanted a number, or {AUTO!r}")
             _at_least("blocks_on_cpu", self.blocks_on_cpu, 0)
-        _one_of("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
+        one_of("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
         if self.family:
-            _one_of("family", self.family, FAMILIES)
+            one_of("family", self.family, FAMILIES)
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class DatasetSettings:
         if not 0 <= self.caption_dropout <= 1:
             raise SettingsError(f"caption_dropout is {self.caption_dropout}; wanted a share from 0 to 1")
         if self.encoders:
-            _one_of("encoders", self.encoders, ("demo",))
+            one_of("encoders", self.encoders, ("demo",))
 
 
 @dataclass(frozen=True)
@@ -169,11 +170,11 @@ class TrainSettings:
         if not 0 <= self.ema < 1:
             raise SettingsError(f"ema is {self.ema}; wanted a decay from 0 (none) up to, but not, 1, such as 0.99")
         if isinstance(self.checkpointing, str):
-            _one_of("checkpointing", self.checkpointing, (AUTO,))
-        _one_of("optimizer", self.optimizer, OPTIMIZERS)
-        _one_of("schedule", self.schedule, SCHEDULES)
-        _one_of("timesteps", self.timesteps, DISTRIBUTIONS)
-        _one_of("save_dtype", self.save_dtype, SAVE_DTYPES)
+            one_of("checkpointing", self.checkpointing, (AUTO,))
+        one_of("optimizer", self.optimizer, OPTIMIZERS)
+        one_of("schedule", self.schedule, SCHEDULES)
+        one_of("timesteps", self.timesteps, DISTRIBUTIONS)
+        one_of("save_dtype", self.save_dtype, SAVE_DTYPES)
 
 
 @dataclass(frozen=True)

@@ -63,10 +63,9 @@ def samples_digest(samples: Sequence[Sample]) -> str:
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(json.dumps([sample.name, sample.caption, sample.repeats]).encode())
-        for tensor in (sample.latents, sample.conditioning, sample.flipped, sample.weights):
-            if tensor is not None:
-                digest.update(str(tuple(tensor.shape)).encode())
-                digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        for tensor in sample.tensors:
+            digest.update(str(tuple(tensor.shape)).encode())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .errors import UnreadableFormatError
+from .tensor_files import as_bytes
 
 Shape = tuple[int, ...]
 
@@ -334,7 +335,7 @@ class Bitsandbytes4(StoredWeight):
             blob = layer.find(f"quant_state.bitsandbytes__{kind}", True)
             if blob is not None:
                 try:
-                    return kind, dict(json.loads(as_bytes(read(blob))))
+                    return kind, dict(json.loads(bytes_of(read(blob))))
                 except (ValueError, TypeError) as error:
                     raise layer.error(
                         f"is bitsandbytes {kind}, but its quant_state is damaged; download the file again"
@@ -446,8 +447,8 @@ def understand(layer: Layer, mark: Mapping[str, Any] | None, stores_scales: bool
     return Plain(layer, stores_scales)
 
 
-def as_bytes(tensor: Tensor) -> bytes:
-    return bytes(tensor.flatten().view(torch.uint8).tolist())
+def bytes_of(tensor: Tensor) -> bytes:
+    return as_bytes(tensor).numpy().tobytes()
 
 
 def _check_matrix(layer: Layer, dtypes: set[str], what: str) -> None:
