@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from graft_lora.trainer import adapters, attention, memory
+from graft_lora.trainer.base_model import Base, load_base
 from graft_lora.trainer.families import FAMILIES, Transformer
 from graft_lora.trainer.families.ideogram4 import IMAGE_POSITION, Ideogram4Config, from_tokens, to_tokens
 from graft_lora.trainer.families.krea2 import Krea2Config, patchify, unpatchify
@@ -42,6 +44,38 @@ def write(model: nn.Module, path: Path, dtype: torch.dtype = torch.float32, pref
     """The model as an official file."""
     save_file({prefix + k: v.detach().to(dtype).contiguous() for k, v in model.state_dict().items()}, path)
     return path
+
+
+def loaded(folder: Path, name: str, precision: str = "int8", compute: str = "fp32") -> Base:
+    """The tiny model from its file, which is written once into the folder."""
+    path = folder / f"{name}.safetensors"
+    if not path.exists():
+        write(build(name), path)
+    return load_base(path, precision, compute)
+
+
+def dtypes_in_training(base: Base, adapter: str) -> list[tuple[torch.dtype, torch.dtype]]:
+    """dtypes of every adapted layer's input and output in one forward pass, whose backward pass is run too."""
+    seen: list[tuple[torch.dtype, torch.dtype]] = []
+    for layer in adapters.adapted(base.model, adapter).values():
+        layer.register_forward_hook(lambda _m, inputs, out: seen.append((inputs[0].dtype, out.dtype)))
+    with adapters.active(base.model, adapter, train=True):
+        base.model(**inputs(base.family.name)).sum().backward()
+    assert seen
+    return seen
+
+
+def loss_and_gradients(base: Base, adapter: str, recomputing: bool) -> list[Tensor]:
+    """A loss, and the gradients of the adapter's weights, with or without activation checkpointing."""
+    blocks = base.family.blocks(base.model).values() if recomputing else []
+    with adapters.active(base.model, adapter, train=True), attention.training_backends(), memory.checkpointed(blocks):
+        loss = base.model(**inputs(base.family.name)).square().mean()
+        loss.backward()
+    weights = adapters.parameters(base.model, adapter)
+    found = [loss.detach(), *(weight.grad for weight in weights)]
+    for weight in weights:
+        weight.grad = None
+    return found
 
 
 def inputs(name: str, batch: int = 2, tokens: int = 7, seed: int = 1) -> dict[str, Tensor]:

@@ -32,12 +32,11 @@ from ..lora_convert import atomic_file
 from .checkpoints import ModelFile, read_header
 from .errors import CheckpointError
 from .quantization import Dense, Format, FrozenLinear
-from .tensor_files import Arena, Entry, Layout, Shape, TensorFile, as_bytes, file_order, write_tensors
+from .tensor_files import Arena, Entry, Layout, Shape, TensorFile, as_bytes, file_order, samples_of, write_tensors
 
 # Of everything between a source's bytes and the buffers: raise it when decoding, quantising or the layout here changes.
 VERSION = 1
 SAMPLES = 16
-SAMPLE = 2**20  # bytes of one sample
 SUMS = "~checksums"
 SPARE = 2**28  # bytes that stay free on the disk
 SUMMED = 2**20  # words of 8 bytes that share one weight in a checksum
@@ -56,9 +55,8 @@ def source_key(file: ModelFile) -> str:
         with path.open("rb") as opened:
             length = opened.read(8)
             digest.update(length + opened.read(int.from_bytes(length, "little")))
-            for place in range(SAMPLES):
-                opened.seek(max(0, (status.st_size - SAMPLE) * place // (SAMPLES - 1)))
-                digest.update(opened.read(SAMPLE))
+            for sample in samples_of(opened, status.st_size, SAMPLES):
+                digest.update(sample)
     return digest.hexdigest()
 
 

@@ -20,12 +20,12 @@ from .errors import SettingsError, some
 from .loop import TrainSession
 from .samples import Sample
 from .settings import RunSettings
+from .tensor_files import samples_of
 
 STATE = "state.pt"
 # Settings that change when something is done or how much memory it takes, not what a step computes.
 FREE = {"checkpointing", "save_every", "keep", "held_out_every", "save_dtype"}
-PIECE = 2**20  # bytes hashed at each of the places below
-PLACES = 8
+PLACES = 8  # of a base's file, at each of which a MiB is hashed
 
 
 def fingerprint(settings: RunSettings, base: Sequence[Path], samples: Sequence[Sample]) -> dict[str, Any]:
@@ -52,9 +52,8 @@ def file_digest(path: Path) -> str:
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
-        for place in range(PLACES):
-            file.seek(max(0, (size - PIECE) * place // (PLACES - 1)))
-            digest.update(file.read(PIECE))
+        for sample in samples_of(file, size, PLACES):
+            digest.update(sample)
     return digest.hexdigest()
 
 

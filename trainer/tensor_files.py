@@ -14,9 +14,10 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -45,6 +46,8 @@ if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 PIECE = 2**24  # bytes of one read or write: a system call takes 2 GiB at most, and a small one stays in the cache
+
+SAMPLE = 2**20  # bytes of one sample of a file
 
 Shape = tuple[int, ...]
 Entry = tuple[torch.dtype, Shape]
@@ -163,6 +166,13 @@ def write_tensors(
 def file_order(layout: Layout) -> list[str]:
     """The order in which a file holds its tensors: wide dtypes first, else as they stand in the layout."""
     return sorted(layout, key=lambda key: -layout[key][0].itemsize)
+
+
+def samples_of(file: BinaryIO, size: int, count: int) -> Iterator[bytes]:
+    """`count` pieces of a MiB, spread evenly over a file of `size` bytes, its first and last among them."""
+    for place in range(count):
+        file.seek(max(0, (size - SAMPLE) * place // (count - 1)))
+        yield file.read(SAMPLE)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -9,10 +9,9 @@ import pytest
 import tiny
 import torch
 from graft_lora.lora_convert import read_comfyui, write_comfyui
-from graft_lora.trainer import adapters, attention, memory
+from graft_lora.trainer import adapters
 from graft_lora.trainer.adapter_layers import factorization
 from graft_lora.trainer.adapters import LoraSettings, resolve_targets
-from graft_lora.trainer.base_model import load_base
 from graft_lora.trainer.quantization import FORMATS, FrozenLinear
 from lycoris.functional.general import factorization as lycoris_factorization
 from lycoris.modules.lokr import LokrModule as LycorisLokr
@@ -85,13 +84,6 @@ def gradients(model, parameters, x, name="a"):
 def ours(model, x, name="a"):
     with adapters.active(model, name, train=True):
         return gradients(model, adapters.parameters(model, name), x)
-
-
-def loaded(tmp_path, name, precision="int8", compute="fp32"):
-    path = tmp_path / f"{name}.safetensors"
-    if not path.exists():
-        tiny.write(tiny.build(name), path)
-    return load_base(path, precision, compute)
 
 
 def add(base, name, variant, trained=True, targets="attention+mlp"):
@@ -266,7 +258,7 @@ def test_no_adapter_keeps_a_dequantised_weight(variant, precision):
 @variants
 @pytest.mark.parametrize("precision", ["fp32", "int8", "nf4"])
 def test_a_new_adapter_changes_nothing(tmp_path, family_name, variant, precision):
-    base = loaded(tmp_path, family_name, precision)
+    base = tiny.loaded(tmp_path, family_name, precision)
     arguments = tiny.inputs(family_name)
     plain = base.model(**arguments)
     add(base, "a", variant, trained=False)
@@ -276,15 +268,9 @@ def test_a_new_adapter_changes_nothing(tmp_path, family_name, variant, precision
 
 @variants
 def test_masters_are_fp32_and_the_computation_is_bf16_without_autocast(tmp_path, family_name, variant):
-    base = loaded(tmp_path, family_name, "int8", "bf16")
+    base = tiny.loaded(tmp_path, family_name, "int8", "bf16")
     add(base, "a", variant, targets=r".*\.(wk|qkv)")
-    seen = []
-    for layer in adapters.adapted(base.model, "a").values():
-        layer.register_forward_hook(lambda _m, inputs, out: seen.append((inputs[0].dtype, out.dtype)))
-    with adapters.active(base.model, "a", train=True):
-        base.model(**tiny.inputs(family_name)).sum().backward()
-    assert seen
-    assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
+    assert set(tiny.dtypes_in_training(base, "a")) == {(torch.bfloat16, torch.bfloat16)}
     for parameter in adapters.parameters(base.model, "a"):
         assert parameter.dtype == parameter.grad.dtype == torch.float32
         assert parameter.grad.any()
@@ -293,29 +279,21 @@ def test_masters_are_fp32_and_the_computation_is_bf16_without_autocast(tmp_path,
 @variants
 @pytest.mark.parametrize("precision", ["fp32", "nf4"])
 def test_checkpointing_is_bit_identical_in_fp32(tmp_path, family_name, variant, precision):
-    base = loaded(tmp_path, family_name, precision)
+    base = tiny.loaded(tmp_path, family_name, precision)
     add(base, "a", variant)
-    results = []
-    for recomputing in (False, True):
-        blocks = base.family.blocks(base.model).values() if recomputing else []
-        with adapters.active(base.model, "a", train=True), attention.training_backends(), memory.checkpointed(blocks):
-            loss = base.model(**tiny.inputs(family_name)).square().mean()
-            loss.backward()
-        results.append([loss.detach(), *(p.grad for p in adapters.parameters(base.model, "a"))])
-        for parameter in adapters.parameters(base.model, "a"):
-            parameter.grad = None
-    assert all(torch.equal(found, wanted) for found, wanted in zip(*results, strict=True))
+    plain, recomputed = (tiny.loss_and_gradients(base, "a", recomputing) for recomputing in (False, True))
+    assert all(torch.equal(found, wanted) for found, wanted in zip(recomputed, plain, strict=True))
 
 
 def test_several_kinds_on_one_base(tmp_path, family_name):
     """Each alone gives what it gives beside the others; PEFT has no model with two tuners."""
     arguments, outputs = tiny.inputs(family_name), {}
     for variant in VARIANTS:
-        base = loaded(tmp_path, family_name)
+        base = tiny.loaded(tmp_path, family_name)
         add(base, "a", variant)
         with adapters.active(base.model, "a"):
             outputs[variant] = base.model(**arguments)
-    base = loaded(tmp_path, family_name)
+    base = tiny.loaded(tmp_path, family_name)
     plain, modules = base.model(**arguments), [n for n, _ in base.model.named_modules()]
     names = {variant: f"n{index}" for index, variant in enumerate(VARIANTS)}
     for variant, name in names.items():

@@ -10,7 +10,6 @@ import torch
 from graft_lora.lora_convert import read_comfyui, write_comfyui
 from graft_lora.trainer import adapters
 from graft_lora.trainer.adapters import LoraSettings, resolve_targets
-from graft_lora.trainer.base_model import load_base
 from graft_lora.trainer.errors import SettingsError
 from graft_lora.trainer.families import FAMILIES
 from graft_lora.trainer.families.ideogram4 import Ideogram4Config
@@ -101,13 +100,6 @@ def test_unusable_lora_settings_are_named(values, message):
         LoraSettings(**values)
 
 
-def loaded(tmp_path, name, precision="int8", compute="fp32"):
-    path = tmp_path / f"{name}.safetensors"
-    if not path.exists():
-        tiny.write(tiny.build(name), path)
-    return load_base(path, precision, compute)
-
-
 def add(base, name, seed=0, random_b=True, **settings):
     lora = LoraSettings(rank=4, alpha=6, **settings)
     targets = resolve_targets(base.family, adapters.linears(tiny.build(base.family.name)), lora)
@@ -120,7 +112,7 @@ def add(base, name, seed=0, random_b=True, **settings):
 
 
 def test_a_new_adapter_changes_nothing_and_is_neither_active_nor_trainable(tmp_path, family_name):
-    base, arguments = loaded(tmp_path, family_name), tiny.inputs(family_name)
+    base, arguments = tiny.loaded(tmp_path, family_name), tiny.inputs(family_name)
     plain = base.model(**arguments)
     targets = add(base, "a", random_b=False)
     assert set(adapters.adapted(base.model, "a")) == set(targets)
@@ -135,7 +127,7 @@ def test_initial_weights_come_from_the_generator_alone(tmp_path):
     weights = []
     for disturbance in (1, 2):
         torch.manual_seed(disturbance)
-        base = loaded(tmp_path, "krea2")
+        base = tiny.loaded(tmp_path, "krea2")
         add(base, "a", seed=5, random_b=False)
         weights.append(adapters.parameters(base.model, "a"))
     assert all(torch.equal(x, y) for x, y in zip(*weights, strict=True))
@@ -146,7 +138,7 @@ def test_initial_weights_come_from_the_generator_alone(tmp_path):
 
 def test_a_second_adapter_leaves_the_first_as_it_was(tmp_path, family_name):
     """PEFT makes a second adapter active in silence and leaves the first trainable."""
-    base, arguments = loaded(tmp_path, family_name), tiny.inputs(family_name)
+    base, arguments = tiny.loaded(tmp_path, family_name), tiny.inputs(family_name)
     plain = base.model(**arguments)
     add(base, "a", seed=1)
     with adapters.active(base.model, "a"):
@@ -168,7 +160,7 @@ def test_a_second_adapter_leaves_the_first_as_it_was(tmp_path, family_name):
 
 
 def test_only_the_active_adapter_is_trained_and_all_is_restored_after_an_error(tmp_path):
-    base = loaded(tmp_path, "krea2")
+    base = tiny.loaded(tmp_path, "krea2")
     add(base, "a")
     add(base, "b")
     with pytest.raises(RuntimeError, match="broken"), adapters.active(base.model, "b", train=True):
@@ -182,7 +174,7 @@ def test_only_the_active_adapter_is_trained_and_all_is_restored_after_an_error(t
 
 
 def test_a_removed_adapter_leaves_no_trace(tmp_path, family_name):
-    base, arguments = loaded(tmp_path, family_name), tiny.inputs(family_name)
+    base, arguments = tiny.loaded(tmp_path, family_name), tiny.inputs(family_name)
     plain, names = base.model(**arguments), [n for n, _ in base.model.named_modules()]
     add(base, "a")
     add(base, "b", targets="all")
@@ -195,7 +187,7 @@ def test_a_removed_adapter_leaves_no_trace(tmp_path, family_name):
 
 
 def test_names_that_are_taken_or_unusable(tmp_path):
-    base = loaded(tmp_path, "krea2")
+    base = tiny.loaded(tmp_path, "krea2")
     add(base, "a")
     for name, message in (("a", "on this base already"), ("a.b", "wanted letters")):
         with pytest.raises(SettingsError, match=message):
@@ -206,7 +198,7 @@ def test_output_equals_peft_own_lora_layer(tmp_path, family_name):
     """The same weights in PEFT's own layer, on a plain fp32 model."""
     import peft
 
-    base, arguments = loaded(tmp_path, family_name, "fp32"), tiny.inputs(family_name)
+    base, arguments = tiny.loaded(tmp_path, family_name, "fp32"), tiny.inputs(family_name)
     targets = add(base, "a")
     with adapters.active(base.model, "a"):
         found = base.model(**arguments)
@@ -221,21 +213,15 @@ def test_output_equals_peft_own_lora_layer(tmp_path, family_name):
 
 
 def test_bf16_base_and_fp32_master_weights_without_autocast(tmp_path, family_name):
-    base = loaded(tmp_path, family_name, "bf16", "bf16")
+    base = tiny.loaded(tmp_path, family_name, "bf16", "bf16")
     add(base, "a", targets=r".*\.(wk|qkv)")
-    seen = []
-    for layer in adapters.adapted(base.model, "a").values():
-        layer.register_forward_hook(lambda _m, inputs, out: seen.append((inputs[0].dtype, out.dtype)))
-    with adapters.active(base.model, "a", train=True):
-        base.model(**tiny.inputs(family_name)).sum().backward()
-    assert seen
-    assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
+    assert set(tiny.dtypes_in_training(base, "a")) == {(torch.bfloat16, torch.bfloat16)}
     for parameter in adapters.parameters(base.model, "a"):
         assert parameter.dtype == parameter.grad.dtype == torch.float32
 
 
 def test_canonical_form_has_the_true_scale_and_survives_the_layout(tmp_path, family_name):
-    base = loaded(tmp_path, family_name)
+    base = tiny.loaded(tmp_path, family_name)
     add(base, "a")
     modules = adapters.to_canonical(base.model, "a")
     layer = adapters.adapted(base.model, "a")[next(iter(modules))]
@@ -249,11 +235,11 @@ def test_canonical_form_has_the_true_scale_and_survives_the_layout(tmp_path, fam
 @pytest.mark.parametrize("name", ["train", "keys", "type", "eval", "to"])
 def test_names_that_would_hide_a_method_of_peft_are_refused(tmp_path, name):
     with pytest.raises(SettingsError, match=f"adapter name '{name}' cannot be used"):
-        add(loaded(tmp_path, "krea2"), name)
+        add(tiny.loaded(tmp_path, "krea2"), name)
 
 
 def test_dropout_acts_in_training_alone(tmp_path):
-    base, arguments = loaded(tmp_path, "krea2"), tiny.inputs("krea2")
+    base, arguments = tiny.loaded(tmp_path, "krea2"), tiny.inputs("krea2")
     add(base, "a", dropout=0.5)
     state = torch.get_rng_state()
     with adapters.active(base.model, "a"):
@@ -267,7 +253,7 @@ def test_dropout_acts_in_training_alone(tmp_path):
 
 def test_injection_dequantises_nothing(tmp_path, monkeypatch):
     """PEFT reads a layer's weight 19 times: 26 minutes of dequantising for Krea 2 in nf4 on a CPU."""
-    base = loaded(tmp_path, "krea2", "nf4")
+    base = tiny.loaded(tmp_path, "krea2", "nf4")
     calls = []
     monkeypatch.setattr(FrozenLinear, "dequantized", lambda self, dtype: calls.append(self))
     add(base, "a")
@@ -276,7 +262,7 @@ def test_injection_dequantises_nothing(tmp_path, monkeypatch):
 
 
 def test_removing_the_active_adapter_activates_no_other(tmp_path):
-    base, arguments = loaded(tmp_path, "krea2"), tiny.inputs("krea2")
+    base, arguments = tiny.loaded(tmp_path, "krea2"), tiny.inputs("krea2")
     plain = base.model(**arguments)
     add(base, "a")
     add(base, "b")
@@ -310,7 +296,7 @@ def test_rslora_is_that_of_peft_and_keeps_its_strength_in_the_file(tmp_path, fam
     """Readers compute alpha / rank: alpha in the file is scaled up by the root of the rank."""
     import peft
 
-    base, arguments = loaded(tmp_path, family_name, "fp32"), tiny.inputs(family_name)
+    base, arguments = tiny.loaded(tmp_path, family_name, "fp32"), tiny.inputs(family_name)
     targets = add(base, "a", rslora=True)
     with adapters.active(base.model, "a"):
         found = base.model(**arguments)

@@ -90,15 +90,8 @@ def test_one_dtype_at_sdpa(files, seen, name, precision, dtype, target, checkpoi
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_checkpointing_is_bit_identical_in_fp32(files, family_name, precision):
     base = adapted_base(files[family_name], precision, "fp32", torch.float32, "all")
-    results = []
-    for context in (nullcontext(), memory.checkpointed(base.family.blocks(base.model).values())):
-        with adapters.active(base.model, "a", train=True), attention.training_backends(), context:
-            loss = base.model(**tiny.inputs(family_name)).square().mean()
-            loss.backward()
-        results.append([loss.detach(), *(p.grad for p in adapters.parameters(base.model, "a"))])
-        for parameter in adapters.parameters(base.model, "a"):
-            parameter.grad = None
-    assert all(torch.equal(found, wanted) for found, wanted in zip(*results, strict=True))
+    plain, recomputed = (tiny.loss_and_gradients(base, "a", recomputing) for recomputing in (False, True))
+    assert all(torch.equal(found, wanted) for found, wanted in zip(recomputed, plain, strict=True))
 
 
 def test_checkpointing_saves_memory(files, family_name):
