@@ -349,10 +349,11 @@ def test_a_hostile_header_stops_neither_a_file_nor_a_folder(tmp_path, header):
         save_file(source_of("krea2", "ComfyUI").state, tmp_path / "in" / f"{name}.safetensors", metadata)
     found = dict(convert_folder(tmp_path / "in", tmp_path / "out", "kohya", sizes=sizes("krea2")))
     assert len(found) == 2
+    assert all(isinstance(result, convert_module.Report) for result in found.values()), found
     assert (tmp_path / "out" / "b.safetensors").is_file()
 
 
-@pytest.mark.parametrize("report", ["in.safetensors", "out.safetensors", "nowhere/r.json"])
+@pytest.mark.parametrize("report", ["in.safetensors", "out.safetensors", "other.safetensors", "nowhere/r.json"])
 def test_a_report_never_takes_the_place_of_a_lora(tmp_path, capsys, report):
     """With --force it once replaced the source, and without it the result."""
     source = tmp_path / "in.safetensors"

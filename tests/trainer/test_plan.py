@@ -115,6 +115,16 @@ def test_two_counts_with_few_blocks_give_that_of_all(family_name, checkpointing)
     assert predict(work).device == int(plan._count(work).peak)
 
 
+@pytest.mark.parametrize("number", ["5", "[05]"])
+def test_targets_that_name_blocks_by_number_are_counted_with_all_the_blocks(family_name, number):
+    """With fewer blocks the targets would match nothing, or other shares of them than they do."""
+    targets = rf"(blocks|layers)\.{number}\.(attn|attention)\..*"
+    work = workload(family_name, blocks=6, lora=LoraSettings(rank=4, alpha=4, targets=targets))
+    counted_whole = plan._count(work)
+    assert predict(work).device == int(counted_whole.peak)
+    assert predict(work).adapter == int(counted_whole.adapter)
+
+
 def test_blocks_on_the_cpu_take_pinned_memory_rounded_up_by_the_allocator(family_name, tmp_path):
     work = workload(family_name, precision="int8", blocks_on_cpu=3)
     base = load_base(base_file(family_name, tmp_path), "int8", "bf16", blocks_on_cpu=3)
