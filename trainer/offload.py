@@ -96,9 +96,10 @@ class BlocksOnCPU:
             self.host = [HostBlock(block, device) for block in blocks]
         self.slots: list[Slot] = []
         self.unpark()
+        self._hooks = []
         for index, block in enumerate(blocks):
-            block.register_forward_pre_hook(partial(self._before, index))
-            block.register_forward_hook(partial(self._after, index))
+            self._hooks.append(block.register_forward_pre_hook(partial(self._before, index)))
+            self._hooks.append(block.register_forward_hook(partial(self._after, index)))
 
     @property
     def count(self) -> int:
@@ -130,6 +131,16 @@ class BlocksOnCPU:
             size = max(block.flat.numel() for block in self.host)
             with torch.inference_mode(False):
                 self.slots = [Slot(size, self.device, self.stream) for _ in range(min(SLOTS, self.count))]
+
+    def dissolve(self) -> None:
+        """Ends it: the weights are ordinary ones of their layers, in host memory, and follow the model's moves."""
+        self.park()
+        for hook in self._hooks:
+            hook.remove()
+        for place in (place for block in self.host for place in block.places):
+            place.layer.placed = False
+            # A copy each, since the block's one piece of memory is pinned.
+            place.layer._buffers[place.name] = place.layer.get_buffer(place.name).clone()
 
     # A module's hooks stand outside its `forward`, which checkpointing replaces: they run once in the forward pass, and
     # the hook on the output's gradient runs once in the backward pass, before the block is run again.
