@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -65,10 +66,21 @@ class HostedTransformer(nn.Module):
     It holds no parameters: the base is loaded when it is needed, and is moved by its `GraftPatcher` alone.
     """
 
-    def __init__(self, hosted: HostedBase, dtype: torch.dtype) -> None:
+    def __init__(self, hosted: HostedBase, dtype: torch.dtype, model: nn.Module) -> None:
         super().__init__()
         self.hosted, self.dtype = hosted, dtype
+        self._model = weakref.ref(model)  # the one that it is part of
         self._told: set[str] = set()
+
+    def _shown(self, options: Mapping[str, Any]) -> Shown:
+        """LoRAs of the MODEL that is being sampled.
+
+        The options tell them, but `DualModelGuider` gives its second model those of the first: where ComfyUI has noted
+        whose turn it is, that MODEL is asked.
+        """
+        model = self._model()
+        patcher = None if model is None else model.current_patcher
+        return patcher.shown if isinstance(patcher, GraftPatcher) else options.get(SHOWN, ())
 
     def state_dict(self, *_args: Any, **_kwargs: Any) -> Any:
         """What nodes that patch, merge or save weights ask first."""
@@ -118,7 +130,7 @@ class HostedTransformer(nn.Module):
         if rows % multiple or columns % multiple:
             latents = comfy.ldm.common_dit.pad_to_patch_size(latents, (multiple, multiple))
         mask = None if attention_mask is None or context is None else attention_mask != 0
-        shown = transformer_options.get(SHOWN, ())
+        shown = self._shown(transformer_options)
         out = self.hosted.velocity(latents, timesteps, context, mask, shown)[..., :rows, :columns]
         return out.unsqueeze(2) if frames else out
 
@@ -207,6 +219,20 @@ class GraftPatcher(comfy.model_patcher.ModelPatcher):
             self.hosted.to_host()
         self.model.device = self.current_loaded_device()
 
+    def pre_run(self) -> None:
+        """ComfyUI's note of whose turn it is.
+
+        Raises:
+            SettingsError: another MODEL of the same base is being sampled, and shows other LoRAs.
+        """
+        other = self.model.current_patcher
+        if isinstance(other, GraftPatcher) and tuple(other.shown) != tuple(self.shown):
+            raise SettingsError(
+                "two MODELs of one Graft base with different LoRAs are sampled at once, which shows one of them twice: "
+                "load the base a second time for the other"
+            )
+        super().pre_run()
+
     # --- what cannot be done
 
     def _refused(self, *_args: Any, **_kwargs: Any) -> Any:
@@ -246,7 +272,8 @@ def load_base_model(
         allow_distilled=allow_distilled,
         blocks_on_cpu=blocks_on_cpu,
     )
-    file = open_model_file(path)
+    # The unconditional one of a pair can be sampled from too; a run on it is refused by its checks.
+    file = open_model_file(path, unconditional=Path(path).is_file())
     check_variant(file, allow_distilled)
     hosted = HostedBase(settings, file, torch.device(settings.device), memory)
     config = getattr(comfy.supported_models, CLASSES[file.family.name])(
@@ -256,7 +283,7 @@ def load_base_model(
     config.set_inference_dtype(dtype, None)
     with torch.inference_mode(False):
         model = config.get_model({}, "", device=management.unet_offload_device())
-        model.diffusion_model = HostedTransformer(hosted, dtype)
+        model.diffusion_model = HostedTransformer(hosted, dtype, model)
     return GraftPatcher(model, load_device=hosted.place, offload_device=management.unet_offload_device())
 
 

@@ -22,7 +22,7 @@ from .checkpoints import ModelFile
 from .devices import Memory, host_memory, read_device
 from .errors import SettingsError, TrainingError, first_line
 from .families import Transformer
-from .offload import BlocksOnCPU
+from .offload import BlocksOnCPU, slots_bytes
 from .preflight import Checked, on_cpu
 from .quantization import FrozenLinear
 from .settings import AUTO, ModelSettings, RunSettings
@@ -344,6 +344,8 @@ class HostedBase:
         finally:
             self.training = False
             self._placed = None
+            # A run that failed may have left its text trunk on the CPU.
+            self._whole = False
             self._clear()
 
     # --- computing
@@ -409,12 +411,12 @@ def predicted_bytes(file: ModelFile, chosen: ModelSettings) -> int:
             compute_dtype=chosen.compute_dtype,
         )
     )
-    blocks = [
-        sum(buffer.nbytes for layer in block.modules() if isinstance(layer, FrozenLinear) for buffer in layer.buffers())
+    waiting = [
+        [buffer.nbytes for layer in block.modules() if isinstance(layer, FrozenLinear) for buffer in layer.buffers()]
         for block in choose_blocks(family, model, int(chosen.blocks_on_cpu)).values()
     ]
     whole = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    return whole - sum(blocks) + min(2, len(blocks)) * max(blocks, default=0)
+    return whole - sum(map(sum, waiting)) + slots_bytes(waiting)
 
 
 def _forget(reference: weakref.ref[HostedBase], adapter: str) -> None:

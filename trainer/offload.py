@@ -27,6 +27,16 @@ SLOTS = 2
 ALIGNMENT = 256  # bytes, what CUDA kernels want of a tensor's start
 
 
+def aligned(bytes: int) -> int:
+    """What a tensor of so many bytes takes in a block's one piece of memory."""
+    return math.ceil(bytes / ALIGNMENT) * ALIGNMENT
+
+
+def slots_bytes(blocks: Sequence[Sequence[int]]) -> int:
+    """What the slots take on the device for blocks whose tensors have so many bytes."""
+    return min(SLOTS, len(blocks)) * max((sum(map(aligned, tensors)) for tensors in blocks), default=0)
+
+
 @dataclass(frozen=True)
 class Place:
     """Where one buffer of one layer stands in its block's bytes."""
@@ -51,7 +61,7 @@ class HostBlock:
             for name, buffer in layer.named_buffers():
                 bytes = buffer.numel() * buffer.element_size()
                 self.places.append(Place(layer, name, buffer.dtype, buffer.shape, size, bytes))
-                size += math.ceil(bytes / ALIGNMENT) * ALIGNMENT
+                size += aligned(bytes)
         self.flat = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         for place in self.places:
             place.view(self.flat).copy_(place.layer.get_buffer(place.name))
@@ -112,7 +122,7 @@ class BlocksOnCPU:
     @property
     def device_bytes(self) -> int:
         """What the slots take on the device, parked or not."""
-        return min(SLOTS, self.count) * max(block.flat.numel() for block in self.host)
+        return slots_bytes([[place.bytes for place in block.places] for block in self.host])
 
     @property
     def parked(self) -> bool:
