@@ -453,7 +453,7 @@ def test_a_run_that_fails_leaves_no_adapter_behind(comfy, host, folder):
             with pytest.raises(error), host.training(model, "3"):
                 base = host.hosted_base(model).load()
                 targets = adapters.resolve_targets(base.family, adapters.linears(base.model), LoraSettings())
-                adapters.inject(base.model, "half", LoraSettings(), targets, torch.Generator())
+                adapters.inject(base.model, "half_way", LoraSettings(), targets, torch.Generator())
                 raise error
             assert torch.is_inference_mode_enabled()
         assert adapters.adapter_names(base.model) == ["kept"]
@@ -474,10 +474,8 @@ def test_nothing_is_read_before_it_is_needed(host, folder, family_name):
 def test_the_size_is_what_is_on_the_device(host, folder, family_name, blocks):
     model = graft_model(host, folder, family_name, "nf4", blocks_on_cpu=blocks)
     predicted = model.model_size()
-    whole = graft_model(host, folder, family_name, "nf4").model_size()
     trained(host, model)
     assert model.model_size() == predicted
-    assert predicted < whole or blocks == 2  # of two blocks the two slots hold all
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
