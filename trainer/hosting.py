@@ -179,7 +179,8 @@ class HostedBase:
             self.prepare(checked)
         self.to_device()
         assert self.base is not None
-        if self.training:
+        if checked is not None:
+            # The run has the device to itself.
             self._place(set())
             self._put_away([])
         return self.base
