@@ -22,6 +22,7 @@ import comfy.model_base
 import comfy.model_management
 import comfy.model_patcher
 import comfy.patcher_extension
+import comfy.quant_ops
 import comfy.supported_models
 import comfy.utils
 import folder_paths
@@ -391,7 +392,8 @@ def stock_with_lora(
         key = f"diffusion_model.{module}.weight"
         backup = model.backup.get(key)
         value = comfy.utils.get_attr(model.model, key) if backup is None else backup.weight
-        value = value.dequantize() if hasattr(value, "dequantize") and type(value) is not nn.Parameter else value
+        if isinstance(value, comfy.quant_ops.QuantizedTensor):
+            value = value.dequantize()
         return value.detach().float().cpu()
 
     converted, _, _ = convert_state(known, metadata, "comfyui", base=weight, sizes=Sizes.of(family, shapes))

@@ -203,12 +203,8 @@ class LoraLinear(PeftLinear):
 
     def move(self, name: str, device: torch.device | str) -> None:
         """Puts the adapter's weights, and the squares of the base that a DoRA keeps, on a device."""
-        for owner, leaf in self._owners(name).values():
-            weight = getattr(owner, leaf)
-            weight.data = weight.data.to(device)
-        if name in self.lora_magnitude_vector:
-            magnitude = self.lora_magnitude_vector[name]
-            magnitude.squares = magnitude.squares.to(device)
+        for owner, _ in self._owners(name).values():
+            owner.to(device)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         base = result = self.base_layer(x, *args, **kwargs)

@@ -20,15 +20,15 @@ from .applied import AppliedLora, applied
 from .base_model import Base, choose_blocks, compute_dtype_of, load_base
 from .checkpoints import ModelFile
 from .devices import Memory, host_memory, read_device
-from .errors import SettingsError, TrainingError, first_line
+from .errors import DoesNotFitError, SettingsError, TrainingError, first_line
 from .families import Transformer
 from .offload import BlocksOnCPU, slots_bytes
 from .preflight import Checked, on_cpu
 from .quantization import FrozenLinear
 from .settings import AUTO, ModelSettings, RunSettings
 
-# A base that is shown before anything is trained on it leaves room for a run on pictures of this size.
-ASSUMED_SIDE = 1024
+# A base that is shown before anything is trained on it leaves room for a run on pictures of the first size that fits.
+ASSUMED_SIDES = (1024, 768, 512)
 
 
 class AdapterToken:
@@ -77,9 +77,10 @@ class HostedBase:
         self.file, self.place, self._memory = file, place, memory
         self._asked = settings
         self._chosen: ModelSettings | None = None
+        self._predicted: tuple[ModelSettings, int] | None = None
         self.base: Base | None = None
         self.on_device = self.training = False
-        self._whole = True  # its text trunk is where the rest is
+        self._whole = True  # whether no part of it, such as the text trunk, waits elsewhere
         self._busy = 0
         self._forgotten: set[str] = set()
         self._tokens: weakref.WeakValueDictionary[str, AdapterToken] = weakref.WeakValueDictionary()
@@ -117,18 +118,24 @@ class HostedBase:
             return on_cpu(RunSettings(model=asked)).model
         if AUTO not in (asked.precision, asked.blocks_on_cpu):
             return asked
-        cells = ASSUMED_SIDE // family.latent_downscale
         wanted = plan.Workload(
             family,
             self.file.config,
-            (family.latent_channels, cells, cells),
+            (family.latent_channels, family.latent_multiple, family.latent_multiple),
             precision=asked.precision,
             compute_dtype=asked.compute_dtype,
             blocks_on_cpu=asked.blocks_on_cpu,
         )
         usable = modes.modes(read_device(str(self.place)), family) if asked.precision == AUTO else None
         budget = plan.Budget(plan.usable(*self._memory()), host_memory().free)
-        chosen = plan.choose(wanted, budget, usable)
+        for side in ASSUMED_SIDES:
+            try:
+                chosen = plan.choose(plan.at_resolution(wanted, side), budget, usable)
+            except DoesNotFitError:
+                if side == ASSUMED_SIDES[-1]:
+                    raise
+            else:
+                break
         return replace(asked, precision=chosen.precision, blocks_on_cpu=chosen.blocks_on_cpu)
 
     def prepare(self, checked: Checked) -> None:
@@ -172,7 +179,8 @@ class HostedBase:
             self.prepare(checked)
         self.to_device()
         assert self.base is not None
-        if self.training:
+        if checked is not None:
+            # The run has the device to itself.
             self._place(set())
             self._put_away([])
         return self.base
@@ -223,6 +231,7 @@ class HostedBase:
         if waiting is not None:
             waiting.park()
         self.base = replace(self.base, on_cpu=waiting)
+        self._whole = False
 
     # --- where it is
 
@@ -237,7 +246,10 @@ class HostedBase:
                 for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
             )
             return own + (self.base.on_cpu.device_bytes if self.base.on_cpu else 0)
-        return predicted_bytes(self.file, self.choose())
+        chosen = self.choose()
+        if self._predicted is None or self._predicted[0] != chosen:
+            self._predicted = chosen, predicted_bytes(self.file, chosen)
+        return self._predicted[1]
 
     def to_device(self) -> None:
         """Loads it, or brings it back.
@@ -330,8 +342,12 @@ class HostedBase:
     def run(self) -> Iterator[None]:
         """A training run on the base: gradients are on, inference mode is off, and it is not moved meanwhile.
 
-        Adapters that a run leaves behind when it fails are taken off the base.
+        Adapters that no token names, which a run that failed or was stopped has left, are taken off the base.
         """
+        if self.base is not None:
+            # Those that no token names are of runs that were stopped.
+            self._forgotten |= set(adapters.adapter_names(self.base.model)) - set(self._tokens)
+        self._clear()
         before = set() if self.base is None else set(adapters.adapter_names(self.base.model))
         self.training = True
         try:

@@ -308,3 +308,110 @@ def test_rslora_is_that_of_peft_and_keeps_its_strength_in_the_file(tmp_path, fam
     name, module = next(iter(adapters.to_canonical(base.model, "a").items()))
     assert module.scale == pytest.approx(6 / 4**0.5)
     assert tiny.relative(module.delta(), plain.get_submodule(name).get_delta_weight("a")) < 1e-6
+
+
+def with_adapter(base, name, seed=0, kind="lora", targets="attention+mlp"):
+    """A rank-2 adapter whose change is not zero."""
+    settings = LoraSettings(kind, rank=2, alpha=2, targets=targets)
+    chosen = resolve_targets(base.family, adapters.linears(base.model), settings)
+    adapters.inject(base.model, name, settings, chosen, torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed + 1)
+    for layer in adapters.adapted(base.model, name).values():
+        nn.init.normal_(layer.zero_at_start(name), std=0.1, generator=generator)
+
+
+def shown(base, name):
+    with torch.no_grad(), adapters.active(base.model, name):
+        return base.model(**tiny.inputs(base.family.name))
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "lokr"])
+def test_strength_1_is_the_adapter_and_0_the_base_bit_for_bit(tmp_path, family_name, kind):
+    base = tiny.loaded(tmp_path, family_name, "int8")
+    with_adapter(base, "a", kind=kind)
+    plain, whole = shown(base, None), shown(base, "a")
+    assert torch.equal(shown(base, {"a": 1.0}), whole)
+    assert torch.equal(shown(base, {"a": 0.0}), plain)
+    assert torch.equal(shown(base, {}), plain)
+    half = shown(base, {"a": 0.5})
+    assert not torch.equal(half, whole)
+    assert not torch.equal(half, plain)
+    assert torch.equal(shown(base, "a"), whole)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "lokr"])
+def test_a_strength_multiplies_the_change_of_the_weight(kind):
+    """Against the change that the file would hold, merged."""
+    layer = nn.Linear(12, 8)
+    model = nn.Sequential(layer)
+    settings = LoraSettings(kind, rank=2, alpha=2)
+    adapters.inject(model, "a", settings, ["0"], torch.Generator().manual_seed(0))
+    adapted = adapters.adapted(model, "a")["0"]
+    nn.init.normal_(adapted.zero_at_start("a"), generator=torch.Generator().manual_seed(1))
+    change = adapted.canonical("a", settings.file_alpha, torch.float32)
+    x = torch.randn(3, 12, generator=torch.Generator().manual_seed(2))
+    for strength in (1.0, 0.3, -2.0):
+        with torch.no_grad(), adapters.active(model, {"a": strength}):
+            found = model(x)
+        wanted = x @ (layer.weight + strength * (change.merged(layer.weight) - layer.weight)).T + layer.bias
+        assert tiny.relative(found, wanted.detach()) < 1e-5
+
+
+def test_several_adapters_add_up_with_their_strengths(tmp_path, family_name):
+    base = tiny.loaded(tmp_path, family_name, "int8")
+    with_adapter(base, "a", 0)
+    with_adapter(base, "b", 5, targets="attention")
+    with_adapter(base, "c", 9)
+    before = shown(base, "a")
+    layer = next(iter(adapters.adapted(base.model, "b").values()))
+    x = torch.randn(2, layer.in_features, generator=torch.Generator().manual_seed(0))
+
+    def change(names):
+        with torch.no_grad(), adapters.active(base.model, names):
+            return layer(x) - layer.base_layer(x)
+
+    wanted = 0.5 * change("a") - 2 * change("b")
+    assert tiny.relative(change({"a": 0.5, "b": -2.0, "c": 0.0}), wanted) < 1e-5
+    assert torch.equal(shown(base, "a"), before)
+
+
+def test_strengths_are_put_back_and_only_one_whole_adapter_is_trained(tmp_path):
+    base = tiny.loaded(tmp_path, "krea2")
+    with_adapter(base, "a")
+    with_adapter(base, "b", 5)
+    whole = shown(base, "a")
+    with adapters.active(base.model, "a"):
+        with pytest.raises(RuntimeError), adapters.active(base.model, {"a": 0.5}):
+            raise RuntimeError
+        with torch.no_grad():
+            assert torch.equal(base.model(**tiny.inputs("krea2")), whole)
+    for names in ({"a": 0.5}, {"a": 1.0, "b": 1.0}):
+        with (
+            pytest.raises(ValueError, match="one adapter at strength 1"),
+            adapters.active(base.model, names, train=True),
+        ):
+            pass
+    with adapters.active(base.model, {"a": 1.0}, train=True):
+        trained = [p.requires_grad for p in adapters.parameters(base.model, "a")]
+    assert all(trained)
+    with pytest.raises(KeyError, match="no adapter named 'c'"), adapters.active(base.model, {"a": 1.0, "c": 1.0}):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "lokr"])
+def test_an_adapter_moves_without_the_others_and_without_the_base(tmp_path, kind):
+    """Also the squares that a DoRA keeps; and where the base computes does not depend on a parked adapter."""
+    base = tiny.loaded(tmp_path, "krea2")
+    with_adapter(base, "a", kind=kind, targets="all")
+    with_adapter(base, "b", 5, kind=kind, targets="all")
+    before = shown(base, "b")
+    adapters.move(base.model, "a", "meta")
+    assert all(parameter.is_meta for parameter in adapters.parameters(base.model, "a"))
+    for layer in adapters.adapted(base.model, "a").values():
+        assert all(
+            buffer.is_meta for name, buffer in layer.lora_magnitude_vector.named_buffers() if name.startswith("a.")
+        )
+    assert base.model.device == torch.device("cpu")
+    assert torch.equal(shown(base, "b"), before)
+    with_adapter(base, "c", 7, targets="all")
+    assert not any(parameter.is_meta for parameter in adapters.parameters(base.model, "c"))

@@ -167,6 +167,46 @@ def test_blocks_are_spread_over_the_depth():
         assert not gaps or max(gaps) - min(gaps) <= 1
 
 
+def test_parked_blocks_give_the_slots_back_and_come_back_the_same(base_file, monkeypatch):
+    """A host that shares the device asks for the memory: the weights are read where they always are."""
+    base = load_base(base_file, "int8", "bf16", blocks_on_cpu=3)
+    inputs, on_cpu = tiny.inputs(base.family.name), base.on_cpu
+    with torch.no_grad():
+        before = base.model(**inputs)
+        slots = {slot.flat.untyped_storage().data_ptr() for slot in on_cpu.slots}
+        assert on_cpu.device_bytes == sum(slot.flat.nbytes for slot in on_cpu.slots)
+        on_cpu.park()
+        assert on_cpu.parked
+        assert on_cpu.slots == []
+        for place in (place for block in on_cpu.host for place in block.places):
+            # Nothing holds on to a slot, whose memory would stay taken.
+            assert place.layer.get_buffer(place.name).untyped_storage().data_ptr() not in slots
+        with pytest.raises(RuntimeError, match="are parked; unpark them"):
+            base.model(**inputs)
+        on_cpu.unpark()
+        assert len(on_cpu.slots) == 2
+        assert torch.equal(base.model(**inputs), before)
+    loss = step(base, checkpointing=True)[0]
+    assert torch.equal(loss, step(load_base(base_file, "int8", "bf16"), checkpointing=True)[0])
+
+
+def test_dissolved_blocks_are_ordinary_ones(base_file):
+    """Another number of blocks on the CPU, for another run on the same base, begins with none."""
+    base = load_base(base_file, "int8", "bf16", blocks_on_cpu=3)
+    inputs = tiny.inputs(base.family.name)
+    with torch.no_grad():
+        before = base.model(**inputs)
+        base.on_cpu.dissolve()
+        flats = {block.flat.untyped_storage().data_ptr() for block in base.on_cpu.host}
+        assert torch.equal(base.model(**inputs), before)
+        layers = [module for module in base.model.modules() if isinstance(module, FrozenLinear)]
+        assert not any(layer.placed for layer in layers)
+        assert not any(layer.get_buffer("data").untyped_storage().data_ptr() in flats for layer in layers)
+        again = BlocksOnCPU(base.family.main_blocks(base.model)[:2], "cpu")
+        assert torch.equal(base.model(**inputs), before)
+    assert again.count == 2
+
+
 class StandInStream:
     """Stands in for CUDA's streams: writes down who waits for what, in order."""
 
