@@ -146,24 +146,18 @@ class PlotLoss(io.ComfyNode):
             ),
             search_aliases=["graft", "loss graph", "loss curve", "training chart"],
             is_output_node=True,
-            inputs=[
-                Run.Input("run", tooltip="From Train LoRA."),
-                io.Int.Input(
-                    "from_step", default=1, min=1, max=1_000_000, tooltip="Leaves out the steps before this one."
-                ),
-            ],
+            inputs=[Run.Input("run", tooltip="From Train LoRA.")],
             outputs=[io.Image.Output(display_name="plot", tooltip="The curve as a picture.")],
         )
 
     @classmethod
     @guarded
-    def execute(cls, run: RunHandle, from_step: int) -> io.NodeOutput:
+    def execute(cls, run: RunHandle) -> io.NodeOutput:
         path = run.folder / "log.jsonl"
         if not path.is_file():
             raise DatasetError(f"{path} is not there: the run's folder was moved or removed")
-        entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-        losses = [entry["loss"] for entry in entries if entry["step"] >= from_step]
-        if not losses:
-            raise DatasetError(f"the run has {len(entries)} steps: there are none from step {from_step} on")
-        plot = loss_plot_image(losses, run.folder.name)
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+        if not lines:
+            raise DatasetError(f"{path} is empty: the run has not made a step yet")
+        plot = loss_plot_image([json.loads(line)["loss"] for line in lines], run.folder.name)
         return io.NodeOutput(plot, ui=ui.PreviewImage(plot, cls=cls))
