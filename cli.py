@@ -44,9 +44,13 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(command=_demo)
 
     train = commands.add_parser("train", help="train a LoRA as a TOML file says")
-    train.add_argument("--config", type=Path, required=True, help="the settings, see README")
+    train.add_argument("--config", type=Path, help="the settings, see README")
     train.add_argument("--output", type=Path, help="the run's folder, instead of the one in the settings")
-    train.add_argument("--resume", action="store_true", help="continue the stopped run in the output folder")
+    train.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the stopped run in the output folder, by its own settings where no others are given",
+    )
     train.set_defaults(command=_train)
 
     estimate = commands.add_parser("estimate", help="what a run will take on a card, before there is one")
@@ -186,11 +190,19 @@ def _train(parsed: argparse.Namespace) -> None:
     from .trainer.errors import SettingsError
     from .trainer.families import FAMILIES
     from .trainer.run import run
-    from .trainer.settings import read_settings
+    from .trainer.settings import read_settings, resume_settings
 
-    settings = read_settings(parsed.config)
-    if parsed.output:
-        settings = dataclasses.replace(settings, output=str(parsed.output))
+    if parsed.config:
+        settings = read_settings(parsed.config)
+        if parsed.output:
+            settings = dataclasses.replace(settings, output=str(parsed.output))
+    elif parsed.resume and parsed.output:
+        settings = resume_settings(parsed.output)
+        if settings.preview.prompts and not settings.dataset.encoders:
+            print("no more previews: they need the VAE and the text encoder that the run was begun with, in ComfyUI")
+            settings = dataclasses.replace(settings, preview=dataclasses.replace(settings.preview, prompts=()))
+    else:
+        raise SettingsError("give the settings by --config FILE, or a run to continue by --output FOLDER --resume")
     found = None
     if settings.dataset.encoders == "demo":
         name, path = settings.model.family, settings.model.path

@@ -109,6 +109,44 @@ def test_train_on_a_cache_with_any_model_file(tmp_path, family_name, precision):
     ]
 
 
+def test_a_run_goes_on_by_its_own_settings_wherever_its_folder_is(tmp_path, capsys):
+    """As `train --output RUN --resume` does for one that ComfyUI began, whose VAE is not here."""
+    family = FAMILIES["krea2"]
+    tiny.write(tiny.build("krea2"), tmp_path / "base.safetensors", torch.bfloat16)
+    (tmp_path / "cache").mkdir()
+    sample = Sample("a", "a", torch.randn(tiny.LATENTS["krea2"]), torch.randn(2, tiny.WIDTHS["krea2"]))
+    write_sample(tmp_path / "cache", sample, family)
+    path = config(
+        tmp_path, model__path="base.safetensors", model__family=None, dataset__pictures=None, dataset__encoders=None,
+        dataset__cache="cache", train__steps=2,
+    )  # fmt: skip
+    assert main(["train", "--config", str(path), "--output", str(tmp_path / "out")]) == 0
+    moved = (tmp_path / "out").rename(tmp_path / "moved")
+    settings = json.loads((moved / "config.json").read_text())
+    settings["train"]["steps"] = 4
+    settings["preview"]["prompts"] = ["made in ComfyUI"]
+    (moved / "config.json").write_text(json.dumps(settings))
+    assert main(["train", "--output", str(moved), "--resume"]) == 0
+    out = capsys.readouterr().out
+    assert "continuing after step 2" in out
+    assert "no more previews: they need the VAE" in out
+    assert len((moved / "log.jsonl").read_text().splitlines()) == 4
+    assert not (tmp_path / "out").exists()
+    (moved / "config.json").write_text("{")
+    assert main(["train", "--output", str(moved), "--resume"]) == 2
+    assert "config.json is damaged" in capsys.readouterr().err
+    assert main(["train", "--output", str(tmp_path / "cache"), "--resume"]) == 2
+    assert "holds no run that could be continued" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--resume"], ["--output", "x"]])
+def test_train_without_settings_says_what_it_wants(arguments, capsys):
+    assert main(["train", *arguments]) == 2
+    assert "give the settings by --config FILE, or a run to continue by --output FOLDER --resume" in (
+        capsys.readouterr().err
+    )
+
+
 FAULTS = [
     ({"model__path": "nothing.safetensors"}, "nothing.safetensors: there is no such file"),
     ({"model__path": "text.safetensors"}, "text.safetensors (5 bytes) is not a safetensors file"),
@@ -167,7 +205,7 @@ def test_nothing_that_exists_is_overwritten(tmp_path, pictures, capsys):
     assert files(tmp_path / "mine") == ["notes.txt"]
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["train"]])
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["train", "--steps"]])
 def test_unknown_words_exit_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)

@@ -224,6 +224,15 @@ def adapter_names(model: nn.Module) -> list[str]:
     return sorted({name for layer in _layers(model).values() for name in layer.names})
 
 
+def unused_name(model: nn.Module, name: str) -> str:
+    """The name, or with the first number after it that no adapter on the model has."""
+    taken, candidate, number = adapter_names(model), name, 1
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}_{number}"
+    return candidate
+
+
 def parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
     """The adapter's trained weights in a fixed order, module by module."""
     return [weight for layer in adapted(model, name).values() for weight in layer.weights(name).values()]

@@ -18,10 +18,10 @@ import torch
 
 from . import adapters, disk, modes, plan, probes, state
 from .checkpoints import ModelFile, open_model_file, telling_name
-from .devices import Device, host_memory, read_device
+from .devices import Device, Memory, host_memory, read_device
 from .errors import DatasetError, GraftError, SettingsError
 from .pictures import CaptionedPicture, read_folder
-from .samples import Cache, Encoders, PlacedPicture, Sample, place_pictures, read_samples, unencoded
+from .samples import Cache, Encoders, PlacedPicture, Sample, has_empty, place_pictures, read_samples, unencoded
 from .settings import AUTO, RunSettings
 
 
@@ -74,8 +74,11 @@ class _Subject:
     unconditional: ModelFile | None = None
     encoded_bytes = 0
 
-    def __init__(self, settings: RunSettings, encoders: Encoders | None, resume: bool) -> None:
+    def __init__(
+        self, settings: RunSettings, encoders: Encoders | None, resume: bool, memory: Memory | None, previews: bool
+    ) -> None:
         self.settings, self.encoders, self.resume = settings, encoders, resume
+        self.free, self.previews = memory, previews
         self.pictures: list[CaptionedPicture] = []
         self.samples: list[Sample] = []
         self.memory = ""
@@ -89,14 +92,27 @@ class _Check(NamedTuple):
     needs: tuple[str, ...] = ()
 
 
-def check(settings: RunSettings, encoders: Encoders | None, resume: bool = False) -> Checked:
+def check(
+    settings: RunSettings,
+    encoders: Encoders | None,
+    resume: bool = False,
+    memory: Memory | None = None,
+    previews: bool = False,
+) -> Checked:
     """Makes the checks up to the first that fails.
+
+    Args:
+        settings: of the run.
+        encoders: None for a dataset that is encoded already.
+        resume: the run in the output folder is to be continued.
+        memory: of the device, where its driver's answer would mislead, since what is in the way will have gone by then.
+        previews: the prompts come encoded, by `Previews`.
 
     Raises:
         GraftError: what is wrong, and what to do.
         OSError: a file that cannot be read.
     """
-    subject = _Subject(settings, encoders, resume)
+    subject = _Subject(settings, encoders, resume, memory, previews)
     for _, error in _judge(subject):
         if error is not None:
             raise error
@@ -104,9 +120,15 @@ def check(settings: RunSettings, encoders: Encoders | None, resume: bool = False
     return Checked(subject.resolved, subject.file, subject.device, *found)
 
 
-def verdicts(settings: RunSettings, encoders: Encoders | None, resume: bool = False) -> list[Verdict]:
-    """Makes all the checks that can be made and says what each found."""
-    return [verdict for verdict, _ in _judge(_Subject(settings, encoders, resume))]
+def verdicts(
+    settings: RunSettings,
+    encoders: Encoders | None,
+    resume: bool = False,
+    memory: Memory | None = None,
+    previews: bool = False,
+) -> list[Verdict]:
+    """Makes all the checks that can be made and says what each found; the arguments are those of `check`."""
+    return [verdict for verdict, _ in _judge(_Subject(settings, encoders, resume, memory, previews))]
 
 
 def _judge(subject: _Subject) -> Iterator[tuple[Verdict, Exception | None]]:
@@ -129,12 +151,12 @@ def _judge(subject: _Subject) -> Iterator[tuple[Verdict, Exception | None]]:
 
 
 def _dataset_settings(subject: _Subject) -> str:
-    check_dataset(subject.settings, subject.encoders)
+    check_dataset(subject.settings, subject.encoders, subject.previews)
     dataset = subject.settings.dataset
     return f"pictures from {dataset.pictures}" if dataset.pictures else f"encoded samples from {dataset.cache}"
 
 
-def check_dataset(settings: RunSettings, encoders: Encoders | None) -> None:
+def check_dataset(settings: RunSettings, encoders: Encoders | None, previews: bool = False) -> None:
     dataset = settings.dataset
     if bool(dataset.pictures) == bool(dataset.cache):
         raise SettingsError(
@@ -142,7 +164,7 @@ def check_dataset(settings: RunSettings, encoders: Encoders | None) -> None:
             if not dataset.pictures
             else "give [dataset] pictures or cache, not both"
         )
-    if encoders is None and (dataset.pictures or settings.preview.prompts):
+    if encoders is None and (dataset.pictures or (settings.preview.prompts and not previews)):
         what = "pictures" if dataset.pictures else "previews"
         raise SettingsError(
             f'{what} need encoders: give [dataset] encoders = "demo" with the demonstration base, or a cache of '
@@ -210,7 +232,10 @@ def encoded_folder(settings: RunSettings) -> Path | None:
 
 
 def _device(subject: _Subject) -> str:
-    device = subject.device = read_device(subject.settings.model.device)
+    device = read_device(subject.settings.model.device)
+    if subject.free is not None:
+        device = replace(device, memory=subject.free)
+    subject.device = device
     total, free = device.memory
     return f"{device.name}, {disk.gib(free)} of {disk.gib(total)} free"
 
@@ -299,9 +324,11 @@ def _targets(subject: _Subject) -> str:
 
 def _caption_dropout(subject: _Subject) -> str:
     family, share = subject.file.family, subject.settings.dataset.caption_dropout
-    if share and subject.encoders is None and not family.image_only_pass:
+    cache = subject.settings.dataset.cache
+    if share and subject.encoders is None and not family.image_only_pass and not has_empty(cache):
         raise SettingsError(
-            f"caption_dropout needs the empty prompt of {family.title}, which only encoders can give: set it to 0"
+            f"caption_dropout needs the empty prompt of {family.title}, which {cache} does not hold: encode the "
+            "pictures again, or set it to 0"
         )
     return f"{share:.0%}"
 
@@ -459,7 +486,7 @@ CHECKS = (
     _Check("family", _family, ("model file",)),
     _Check("unconditional transformer", _unconditional, ("model file",)),
     _Check("targets", _targets, ("model file",)),
-    _Check("caption dropout", _caption_dropout, ("model file",)),
+    _Check("caption dropout", _caption_dropout, ("dataset settings", "model file")),
     _Check("dataset", _dataset, ("dataset settings", "model file")),
     _Check("precision", _precision, ("device", "model file")),
     _Check("optimizer", _optimizer, ("device",)),

@@ -1,56 +1,84 @@
 """A whole run, from settings to a folder: check, encode, load, train, save, measure, preview.
 
-The folder holds `config.json`, `log.jsonl`, `state/`, `previews/`, the plots and the LoRA.
+The folder holds `config.json`, `log.jsonl`, `state/`, `previews/`, the plots and the LoRA. `run` does all of it;
+`train` trains on a base that its caller has loaded, as ComfyUI's nodes do, with the same folder as its result.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from ..lora_convert import atomic_file
 from . import adapters, attention, state
 from .base_model import Base, load_base
-from .errors import TrainingError, first_line
+from .errors import SettingsError, TrainingError, first_line
 from .evaluate import held_out_loss
 from .loop import StepLog, TrainSession
 from .plots import loss_plot, preview_grid, stack
 from .preflight import Checked, check, check_held_out, encoded_folder
-from .samples import Cache, Encoders, Sample, encode_pictures
+from .samples import Cache, Encoders, Sample, encode_pictures, read_empty
 from .sampling import sample
-from .settings import RunSettings
+from .settings import CONFIG, RunSettings
 from .text_trunk import TextTrunk
+from .watcher import STOP, Say, Terminal, Watcher
 
 LOG, HELD_OUT = "log.jsonl", "held_out.jsonl"
 
-Say = Callable[[str], None]
+
+@dataclass(frozen=True)
+class Previews:
+    """What a run's previews are sampled from; everything is on the CPU.
+
+    Attributes:
+        prompts: conditioning (T, W) of each picture.
+        labels: what the prompts are called in the grids.
+        unconditional: conditioning (T, W) of the empty or negative prompt; None for the pass without text of a family
+            that has one, or where the guidance is 1.
+        decode: (1, C, h, w) latents → (1, 3, H, W) in [-1, 1].
+        size: width and height in pixels; None for that of the first sample.
+        guide: predicts the unconditional velocity in the trained transformer's place, called like one.
+    """
+
+    prompts: tuple[Tensor, ...]
+    labels: tuple[str, ...]
+    unconditional: Tensor | None
+    decode: Callable[[Tensor], Tensor]
+    size: tuple[int, int] | None = None
+    guide: Callable[..., Tensor] | None = None
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """Where a run left its files, and what is needed to look further into it."""
+    """Where a run left its files, and what is needed to look further into it.
+
+    Attributes:
+        folder: the run's.
+        lora: the LoRA's file.
+        base: what was trained on; the adapter is still on it.
+        name: of the adapter.
+        losses: of all the run's steps.
+        ended: empty where it trained to its end, else the wish that ended it, `watcher.STOP` or `watcher.FINISH`.
+    """
 
     folder: Path
     lora: Path
     base: Base
     name: str
     losses: tuple[float, ...]
+    ended: str = ""
 
 
 def run(settings: RunSettings, encoders: Encoders | None = None, say: Say = print, resume: bool = False) -> RunResult:
-    """Checks, then trains, or continues a run that was stopped.
+    """Checks, then trains, or continues a run that was stopped. Ctrl-C finishes the step and keeps the result.
 
     Args:
         settings: everything about the run.
@@ -61,20 +89,56 @@ def run(settings: RunSettings, encoders: Encoders | None = None, say: Say = prin
     Raises:
         GraftError: what is wrong; where a check failed, nothing has been written.
     """
-    return _prepare(settings, encoders, say, resume).finish()
+    return _prepare(settings, encoders, Terminal(say), resume).finish()
 
 
-def _prepare(settings: RunSettings, encoders: Encoders | None, say: Say, resume: bool) -> Run:
+def train(checked: Checked, base: Base, previews: Previews | None, watcher: Watcher, resume: bool = False) -> RunResult:
+    """Trains a new adapter on a loaded base, or continues the run in the output folder.
+
+    Args:
+        checked: what `preflight.check` found, of a dataset that is encoded.
+        base: loaded from `checked.file` at the precision of `checked.settings`; the adapters on it stay as they are.
+        previews: None for none. When and how they are sampled stands in the settings.
+        watcher: is told what happens, and asked after every step whether to go on.
+        resume: as in `run`.
+
+    Raises:
+        GraftError: what is wrong.
+    """
+    settings = checked.settings
+    if previews is not None and previews.unconditional is None and not base.family.image_only_pass:
+        guidance = settings.preview.guidance or base.family.preview.guidance
+        if guidance != 1 and previews.guide is None:
+            raise SettingsError(
+                f"a preview with guidance {guidance:g} needs a negative conditioning, that of the empty prompt being "
+                f"usual: {base.family.title} has no pass without text. Give one, or set the guidance to 1"
+            )
+    dropout = settings.dataset.caption_dropout and not base.family.image_only_pass
+    empty = read_empty(settings.dataset.cache) if dropout else None
+    training, held_out, marks, saved = _data(checked, checked.samples, resume)
+    with _room_for("the adapter"):
+        begun = Run(settings, base, training, held_out, marks, saved, previews, empty, watcher)
+    return begun.finish()
+
+
+def _data(
+    checked: Checked, samples: Sequence[Sample], resume: bool
+) -> tuple[list[Sample], list[Sample], dict[str, Any], dict[str, Any] | None]:
+    """Samples to train on and to measure with, the run's fingerprint, and with `resume` what was saved of it."""
+    settings = checked.settings
+    training, held_out = split(samples, settings.dataset.held_out, settings.train.seed)
+    marks = state.fingerprint(settings, checked.file.files, training)
+    saved = state.read(Path(settings.output).resolve() / "state", marks) if resume else None
+    return training, held_out, marks, saved
+
+
+def _prepare(settings: RunSettings, encoders: Encoders | None, watcher: Watcher, resume: bool) -> Run:
     """The run, ready to train. What only it needed is free afterwards, such as conditioning that a trunk has read."""
     checked = check(settings, encoders, resume)
-    file, settings = checked.file, checked.settings
+    file, settings, say = checked.file, checked.settings, watcher.say
     if checked.memory:
         say(checked.memory)
-    training, held_out = split(
-        read_dataset(settings, checked, encoders, say), settings.dataset.held_out, settings.train.seed
-    )
-    marks = state.fingerprint(settings, file.files, training)
-    saved = state.read(Path(settings.output).resolve() / "state", marks) if resume else None
+    training, held_out, marks, saved = _data(checked, read_dataset(settings, checked, encoders, say), resume)
     model, place = settings.model, checked.device.place
     how = (model.precision, model.compute_dtype, place)
     with _room_for("the base and the adapter"):
@@ -88,7 +152,19 @@ def _prepare(settings: RunSettings, encoders: Encoders | None, say: Say, resume:
                 guide.model.get_submodule(name).to("cpu")
         for note in (*base.notes, *(guide.notes if guide else ())):
             say(note)
-        return Run(settings, encoders, say, base, training, held_out, marks, saved, guide)
+        empty = None if encoders is None or file.family.image_only_pass else _encoded(encoders, "")
+        previews = _previews(settings, encoders, empty, guide)
+        return Run(settings, base, training, held_out, marks, saved, previews, empty, watcher)
+
+
+def _previews(
+    settings: RunSettings, encoders: Encoders | None, empty: Tensor | None, guide: Base | None
+) -> Previews | None:
+    prompts = settings.preview.prompts
+    if encoders is None or not prompts:
+        return None
+    encoded = tuple(_encoded(encoders, prompt) for prompt in prompts)
+    return Previews(encoded, prompts, empty, encoders.decode, guide=None if guide is None else guide.model)
 
 
 @contextmanager
@@ -134,50 +210,53 @@ class Run:
     def __init__(
         self,
         settings: RunSettings,
-        encoders: Encoders | None,
-        say: Say,
         base: Base,
         training: Sequence[Sample],
         held_out: Sequence[Sample],
         marks: dict[str, Any],
         saved: dict[str, Any] | None,
-        guide: Base | None = None,
+        previews: Previews | None,
+        empty: Tensor | None,
+        watcher: Watcher,
     ) -> None:
-        self.settings, self.encoders, self.say, self.base = settings, encoders, say, base
+        self.settings, self.base, self.previews, self.watcher = settings, base, previews, watcher
+        self.say = watcher.say
         self.folder = Path(settings.output).resolve()
         self.name = settings.name or self.folder.name
-        self.marks, self.guide = marks, guide
+        self.marks = marks
         targets = adapters.resolve_targets(base.family, adapters.linears(base.model), settings.lora)
         self.trunk = TextTrunk(base, targets, marks["base"], cache_of(settings))
         self.training, self.held_out = self.trunk.samples(training), self.trunk.samples(held_out)
-        prompts = [] if encoders is None else [_encoded(encoders, prompt) for prompt in settings.preview.prompts]
-        empty = None if encoders is None or base.family.image_only_pass else _encoded(encoders, "")
+        self.prompts = [self._after_trunk(prompt) for prompt in (previews.prompts if previews else ())]
+        without = previews.unconditional if previews else None
+        self.unconditional = None if without is None else self._after_trunk(without)
         if self.trunk.frozen:
-            prompts = [self.trunk.tokens(prompt) for prompt in prompts]
-            empty = None if empty is None else self.trunk.tokens(empty)
-            say("no adapter trains the text trunk: captions went through it once, and it waits on the CPU")
-        self.prompts, self.empty = prompts, empty
+            self.say("no adapter trains the text trunk: captions went through it once, and it waits on the CPU")
         self.session = TrainSession(
             base,
             self.training,
             settings.lora,
             settings.train,
-            adapter_name(self.name),
+            adapters.unused_name(base.model, adapter_name(self.name)),
             settings.dataset.caption_dropout,
-            empty,
+            None if empty is None else self._after_trunk(empty),
         )
         count = sum(parameter.numel() for parameter in self.session.parameters)
-        say(f"rank {settings.lora.rank} on {len(self.session.targets)} Linears: {count:,} parameters")
+        self.say(f"rank {settings.lora.rank} on {len(self.session.targets)} Linears: {count:,} parameters")
         self.best = float("inf")
         if saved is not None:
             self._continue(saved)
         self.folder.mkdir(parents=True, exist_ok=True)
-        with atomic_file(self.folder / "config.json", overwrite=True) as temporary:
+        with atomic_file(self.folder / CONFIG, overwrite=True) as temporary:
             temporary.write_text(json.dumps(asdict(self.settings), indent=1), encoding="utf-8")
         if saved is None:
             self.session.try_saving(self.folder)
             # From here on the run can be resumed, whenever it ends.
             self._save_state()
+
+    def _after_trunk(self, conditioning: Tensor) -> Tensor:
+        """(T, W) → (T, D) where the trunk is frozen, else as it is."""
+        return self.trunk.tokens(conditioning) if self.trunk.frozen else conditioning
 
     def _continue(self, saved: dict[str, Any]) -> None:
         self.session.load_state_dict(saved["session"])
@@ -200,42 +279,43 @@ class Run:
         return [json.loads(line) for line in lines if line.endswith("}")]
 
     def finish(self) -> RunResult:
-        """Trains to the end, or until Ctrl-C, and writes the results."""
+        """Trains to the end, or until the watcher wishes otherwise, and writes the results."""
         with self.trunk.parked():
             return self._finish()
 
     def _finish(self) -> RunResult:
         lora = self.folder / f"{self.name}.safetensors"
-        before = self.preview(None)
-        self._write_preview(0, before)
-        with self.session, stop_after_step() as stop:
-            self._train(stop)
-        if self.session.done == 0:
-            raise TrainingError("stopped before the first step: there is no LoRA; resume to begin")
-        if not stop.is_set():
-            self.session.check_trained()
-        self.session.save(lora, overwrite=True)
-        losses = tuple(line["loss"] for line in self._lines(LOG))
-        loss_plot(self.folder / "loss.png", losses, f"{self.name} on {self.base.source.name}", overwrite=True)
-        after = self.preview(self.session.name)
-        self._write_preview(self.session.done, after)
-        self._write_grid(before, after)
-        return RunResult(self.folder, lora, self.base, self.session.name, losses)
+        with self.watcher.watching():
+            before = self.preview(None)
+            self._write_preview(0, before)
+            with self.session:
+                ended = self._train()
+            if self.session.done == 0:
+                raise TrainingError("stopped before the first step: there is no LoRA; resume to begin")
+            if not ended:
+                self.session.check_trained()
+            self.session.save(lora, overwrite=True)
+            losses = self._losses()
+            loss_plot(self.folder / "loss.png", losses, f"{self.name} on {self.base.source.name}", overwrite=True)
+            if ended != STOP:
+                after = self.preview(self.session.name)
+                self._write_preview(self.session.done, after)
+                self._write_grid(before, after)
+        return RunResult(self.folder, lora, self.base, self.session.name, tuple(losses), ended)
 
-    def _train(self, stop: threading.Event) -> None:
-        """The steps, each logged, with what is due after it.
+    def _losses(self) -> list[float]:
+        return [line["loss"] for line in self._lines(LOG)]
+
+    def _train(self) -> str:
+        """The steps, each logged, with what is due after it; returns the wish that ended them, if one did.
 
         Running out of memory leaves the state before that step saved. A loss that is not finite leaves the last state
         that was saved before, since the weights had probably gone astray already.
         """
-        session = self.session
-        steps = session.train.steps
-        with (
-            (self.folder / LOG).open("a", encoding="utf-8") as log,
-            tqdm(total=steps, initial=session.done, unit="step", dynamic_ncols=True, mininterval=0.5) as progress,
-        ):
-            recent: list[float] = []
-            while session.done < steps and not stop.is_set():
+        session, losses = self.session, self._losses()
+        steps, wish = session.train.steps, self.watcher.wish()
+        with (self.folder / LOG).open("a", encoding="utf-8") as log:
+            while session.done < steps and not wish:
                 try:
                     entry = session.step()
                 except torch.OutOfMemoryError as error:
@@ -245,13 +325,16 @@ class Run:
                         "checkpointing, or begin anew with a lower resolution, batch size, rank or precision"
                     ) from error
                 self._write(log, entry)
-                recent = [*recent[-19:], entry.loss]
-                progress.set_postfix(loss=f"{sum(recent) / len(recent):.3f}", refresh=False)
-                progress.update()
+                losses.append(entry.loss)
+                self.watcher.stepped(entry, steps, losses)
                 self._due(entry.step, steps)
+                wish = self.watcher.wish()
             self._save_state()
-        if stop.is_set() and session.done < steps:
-            self.say(f"stopped after {session.done} of {steps} steps, as asked; resume to go on")
+        if session.done == steps:
+            return ""
+        how = "stopped" if wish == STOP else "finished early,"
+        self.say(f"{how} after {session.done} of {steps} steps, as asked; resume to go on")
+        return wish
 
     def _write(self, log: IO[str], entry: StepLog) -> None:
         log.write(json.dumps(asdict(entry)) + "\n")
@@ -299,53 +382,58 @@ class Run:
 
     def _write_preview(self, step: int, pictures: list[Tensor]) -> None:
         """One picture file a time, and all of them under one another."""
-        if not pictures or not self.settings.preview.every:
+        if self.previews is None or not pictures or not self.settings.preview.every:
             return
         folder = self.folder / "previews"
         folder.mkdir(exist_ok=True)
-        label = f"step {step}" if step else "base"
-        preview_grid(folder / f"{step:06}.png", {label: pictures}, self.settings.preview.prompts, overwrite=True)
+        label, path = f"step {step}" if step else "base", folder / f"{step:06}.png"
+        preview_grid(path, {label: pictures}, self.previews.labels, overwrite=True)
         stack(folder / "strip.png", sorted(path for path in folder.glob("*.png") if path.stem.isdigit()))
+        self.watcher.previewed(step, path)
 
     def _write_grid(self, before: list[Tensor], after: list[Tensor]) -> None:
         rows = {label: row for label, row in (("base", before), ("with LoRA", after)) if row}
-        if rows:
-            preview_grid(self.folder / "preview.png", rows, self.settings.preview.prompts, overwrite=True)
+        if self.previews is not None and rows:
+            preview_grid(self.folder / "preview.png", rows, self.previews.labels, overwrite=True)
 
     def preview(self, adapter: str | None) -> list[Tensor]:
         """One picture (3, h, w) per prompt, each from the same noise whatever the adapter.
 
         None at all where they do not fit into memory: that is said, and never ends the run.
         """
-        if self.encoders is None or not self.settings.preview.prompts:
+        if self.previews is None or self.watcher.wish() == STOP:
             return []
         try:
             with self.session.result() if adapter else nullcontext():
-                return self._sample(self.encoders, adapter)
+                return self._sample(self.previews, adapter)
         except torch.OutOfMemoryError:
             self.say(f"the preview after step {self.session.done} did not fit into memory and is left out")
         # Out of the handler, where the error no longer holds on to the tensors of the attempt.
         torch.cuda.empty_cache()
         return []
 
-    def _sample(self, encoders: Encoders, adapter: str | None) -> list[Tensor]:
+    def _sample(self, previews: Previews, adapter: str | None) -> list[Tensor]:
         pictures = []
-        base, settings = self.base, self.settings.preview
+        base, settings, family = self.base, self.settings.preview, self.base.family
+        shape = tuple(self.training[0].latents.shape)
+        if previews.size is not None:
+            width, height = (side // family.latent_downscale for side in previews.size)
+            shape = (family.latent_channels, height, width)
         with adapters.active(base.model, adapter), attention.training_backends():
-            unconditional = None if self.empty is None else self._tokens(self.empty)
+            unconditional = None if self.unconditional is None else self._tokens(self.unconditional)
             for index, prompt in enumerate(self.prompts):
                 latents = sample(
                     base.model,
-                    base.family,
+                    family,
                     self._tokens(prompt),
                     unconditional,
-                    self.training[0].latents.shape,
+                    shape,
                     torch.Generator().manual_seed(settings.seed + index),
                     settings.steps or None,
                     settings.guidance or None,
-                    None if self.guide is None else self.guide.model,
+                    previews.guide,
                 )
-                pictures.append(encoders.decode(latents.cpu())[0])
+                pictures.append(previews.decode(latents.cpu())[0])
         return pictures
 
     def _tokens(self, text: Tensor) -> Tensor:
@@ -373,26 +461,6 @@ def split(samples: Sequence[Sample], held_out: int, seed: int) -> tuple[list[Sam
     for index, entry in enumerate(samples):
         groups[index in chosen].append(entry)
     return groups
-
-
-@contextmanager
-def stop_after_step() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets; the handler that was there before gets the second, and is put back."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop  # only the main thread receives signals
-        return
-    before = signal.getsignal(signal.SIGINT)
-
-    def handle(_number: int, _frame: FrameType | None) -> None:
-        stop.set()
-        signal.signal(signal.SIGINT, before)
-
-    signal.signal(signal.SIGINT, handle)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def adapter_name(name: str) -> str:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from ..lora_convert import read_state, write_state
@@ -25,6 +27,8 @@ from .pictures import CaptionedPicture, bucket, to_pixels, to_weights
 SAMPLE_FORMAT = "graft-sample-1"
 REQUIRED, OPTIONAL = ("latents", "conditioning"), ("flipped", "weights")  # the tensors of a `Sample`
 CACHE_FORMAT = "graft-cache-1"
+EMPTY, EMPTY_FORMAT = "empty-prompt.safetensors", "graft-empty-1"  # beside the samples of a folder
+KEY = "key of "  # in a sample's header, before the tensor's name: a hash of everything that it depends on
 
 Key = tuple[object, ...]  # all that an encoded tensor depends on
 
@@ -94,8 +98,7 @@ class Cache:
         self.made = self.found = 0
 
     def _path(self, dependencies: Key) -> Path | None:
-        name = hashlib.sha256(json.dumps([CACHE_FORMAT, *dependencies]).encode()).hexdigest()[:40]
-        return None if self.folder is None else self.folder / f"{name}.safetensors"
+        return None if self.folder is None else self.folder / f"{_name_of(dependencies)}.safetensors"
 
     def has(self, dependencies: Key) -> bool:
         """Whether the tensor for these dependencies is on disk."""
@@ -112,18 +115,32 @@ class Cache:
         if path is not None and path.is_file():
             self.found += 1
             return _read_cached(path)
-        with torch.no_grad():
-            made = make()
-        # Under ComfyUI's inference mode an encoder gives tensors that cannot be trained on; copies made outside can.
-        with torch.inference_mode(False):
-            tensor = made.detach().cpu().clone().contiguous()
-        if not tensor.isfinite().all():
-            raise DatasetError(f"the encoder gave values that are not finite for {what}; use it in bf16 or fp32")
+        tensor = _made(what, make)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_state(path, {"tensor": tensor}, {"format": CACHE_FORMAT}, overwrite=True)
         self.made += 1
         return tensor
+
+
+def _name_of(dependencies: Key) -> str:
+    return hashlib.sha256(json.dumps([CACHE_FORMAT, *dependencies]).encode()).hexdigest()[:40]
+
+
+def _made(what: str, make: Callable[[], Tensor]) -> Tensor:
+    """What an encoder gives, on the CPU and free of any graph.
+
+    Raises:
+        DatasetError: it has values that are not finite.
+    """
+    with torch.no_grad():
+        made = make()
+    # Under ComfyUI's inference mode an encoder gives tensors that cannot be trained on; copies made outside can.
+    with torch.inference_mode(False):
+        tensor = made.detach().cpu().clone().contiguous()
+    if not tensor.isfinite().all():
+        raise DatasetError(f"the encoder gave values that are not finite for {what}; use it in bf16 or fp32")
+    return tensor
 
 
 def _read_cached(path: Path) -> Tensor:
@@ -253,21 +270,200 @@ def _latents(placed: PlacedPicture, flipped: bool, family: Family, encoders: Enc
 # --- whole samples on disk ------------------------------------------------------------------------------------------
 
 
-def write_sample(folder: str | Path, sample: Sample, family: Family, overwrite: bool = False) -> Path:
-    """Writes one encoded sample as `name.safetensors`, atomically."""
-    path = Path(folder) / f"{Path(sample.name).with_suffix('').as_posix().replace('/', '__')}.safetensors"
+def write_sample(
+    folder: str | Path,
+    sample: Sample,
+    family: Family,
+    overwrite: bool = False,
+    keys: Mapping[str, str] | None = None,
+) -> Path:
+    """Writes one encoded sample as `name.safetensors`, atomically; `keys` goes into its header."""
+    path = _sample_path(folder, sample.name)
     tensors = {
         name: tensor.contiguous() for name in (*REQUIRED, *OPTIONAL) if (tensor := getattr(sample, name)) is not None
     }
-    metadata = {
+    metadata = _header(sample.name, sample.caption, sample.repeats, family)
+    write_state(path, tensors, {**metadata, **(keys or {})}, overwrite)
+    return path
+
+
+def _sample_path(folder: str | Path, name: str) -> Path:
+    # The name's ending stays: a.png and a.jpg are two pictures.
+    return Path(folder) / f"{name.replace('/', '__')}.safetensors"
+
+
+def _header(name: str, caption: str, repeats: int, family: Family) -> dict[str, str]:
+    return {
         "format": SAMPLE_FORMAT,
         "family": family.name,
-        "name": sample.name,
-        "caption": sample.caption,
-        "repeats": str(sample.repeats),
+        "name": name,
+        "caption": caption,
+        "repeats": str(repeats),
     }
-    write_state(path, tensors, metadata, overwrite)
-    return path
+
+
+@dataclass(frozen=True)
+class EncodedFolder:
+    """What `encode_into` did.
+
+    Attributes:
+        count: samples in the folder.
+        made: tensors that were encoded.
+        found: tensors that were there already.
+        bytes: of the folder's files.
+        buckets: (width, height) in pixels → how many pictures.
+    """
+
+    count: int
+    made: int
+    found: int
+    bytes: int
+    buckets: dict[tuple[int, int], int] = field(default_factory=dict)
+
+
+def encode_into(
+    folder: str | Path,
+    pictures: Sequence[CaptionedPicture],
+    family: Family,
+    resolution: int,
+    encoders: Encoders,
+    flip: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> EncodedFolder:
+    """Makes the folder hold the encoded samples of these pictures and the empty prompt, and no other sample.
+
+    A tensor that stands in one of its files already, from the same picture, bucket and VAE, or the same caption and
+    text encoder, is not encoded again.
+
+    Args:
+        folder: made where it is not there; files that are no samples are left alone.
+        pictures: from `read_folder`.
+        family: whose latents and conditioning they become.
+        resolution: see `place_pictures`.
+        encoders: of the family.
+        flip: encode the mirrored pictures too.
+        progress: called with the number of samples done and of all.
+
+    Raises:
+        DatasetError: what `encode_pictures` refuses.
+    """
+    folder = Path(folder)
+    placed = place_pictures(pictures, family, resolution)
+    folder.mkdir(parents=True, exist_ok=True)
+    store = _Store(folder)
+    store.empty(family, encoders)
+    written = set()
+    for number, entry in enumerate(placed):
+        written.add(store.sample(entry, family, encoders, flip))
+        if progress is not None:
+            progress(number + 1, len(placed))
+    for path, metadata in _sample_headers(folder):
+        if path not in written and metadata.get("format") == SAMPLE_FORMAT:
+            path.unlink()
+    size = sum(path.stat().st_size for path in (*written, folder / EMPTY))
+    buckets = Counter(entry.size for entry in placed)
+    return EncodedFolder(len(placed), store.made, store.found, size, dict(buckets))
+
+
+class _Store:
+    """A folder of samples, and which of their tensors can be used again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.made = self.found = 0
+        self.places: dict[str, tuple[Path, str]] = {}
+        for path, metadata in _sample_headers(folder):
+            for entry, key in metadata.items():
+                if entry.startswith(KEY):
+                    self.places[key] = path, entry.removeprefix(KEY)
+
+    def sample(self, entry: PlacedPicture, family: Family, encoders: Encoders, flip: bool) -> Path:
+        """The file of one picture, written unless it is there with all its tensors."""
+        picture, digest = entry.picture, _digest(entry.picture)
+        keys = {
+            "conditioning": _conditioning_key(picture.caption, family, encoders),
+            "latents": _latents_key(entry, digest, False, family, encoders),
+        }
+        if flip:
+            keys["flipped"] = _latents_key(entry, digest, True, family, encoders)
+        if entry.weights is not None:
+            keys["weights"] = ("weights", hashlib.sha256(entry.weights.numpy().tobytes()).hexdigest())
+        names = {KEY + part: _name_of(key) for part, key in keys.items()}
+        path = _sample_path(self.folder, picture.name)
+        wanted = {**_header(picture.name, picture.caption, picture.repeats, family), **names}
+        if path.is_file() and _metadata(path) == wanted:
+            self.found += len(keys) - ("weights" in keys)
+            return path
+        makers = {
+            "conditioning": (f"the caption of {picture.name}", partial(encoders.text, picture.caption)),
+            "latents": (picture.name, partial(_latents, entry, False, family, encoders)),
+            "flipped": (picture.name, partial(_latents, entry, True, family, encoders)),
+        }
+        tensors = {part: self._tensor(names[KEY + part], *makers[part]) for part in keys if part in makers}
+        sample = Sample(
+            picture.name,
+            picture.caption,
+            tensors["latents"],
+            tensors["conditioning"],
+            tensors.get("flipped"),
+            entry.weights,
+            picture.repeats,
+        )
+        write_sample(self.folder, sample, family, overwrite=True, keys=names)
+        self.places |= {name: (path, entry.removeprefix(KEY)) for entry, name in names.items()}
+        return path
+
+    def empty(self, family: Family, encoders: Encoders) -> None:
+        """The file of the empty prompt."""
+        name = _name_of(_conditioning_key("", family, encoders))
+        tensor = self._tensor(name, "the empty prompt", partial(encoders.text, ""))
+        write_empty(self.folder, tensor, {KEY + "conditioning": name})
+
+    def _tensor(self, key: str, what: str, make: Callable[[], Tensor]) -> Tensor:
+        place = self.places.get(key)
+        # A file of the folder may have been replaced since it was looked through.
+        if place is not None and place[0].is_file() and _metadata(place[0]).get(KEY + place[1]) == key:
+            with safe_open(place[0], framework="pt") as file:
+                self.found += 1
+                return file.get_tensor(place[1])
+        self.made += 1
+        return _made(what, make)
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    """The header of a file; empty for one that cannot be read, which is then as if it were not there."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except Exception:  # safetensors raises its own, undocumented kinds
+        return {}
+
+
+def _sample_headers(folder: Path) -> Iterator[tuple[Path, dict[str, str]]]:
+    for path in sorted(folder.glob("*.safetensors")):
+        yield path, _metadata(path)
+
+
+def write_empty(folder: str | Path, conditioning_TW: Tensor, keys: Mapping[str, str] | None = None) -> None:
+    """Writes the empty prompt's conditioning beside the samples of a folder, in place of a former one."""
+    metadata = {"format": EMPTY_FORMAT, **(keys or {})}
+    write_state(Path(folder) / EMPTY, {"conditioning": conditioning_TW.contiguous()}, metadata, overwrite=True)
+
+
+def has_empty(folder: str | Path) -> bool:
+    """Whether `read_empty` finds something."""
+    return _metadata(Path(folder) / EMPTY).get("format") == EMPTY_FORMAT
+
+
+def read_empty(folder: str | Path) -> Tensor:
+    """(T, W) of the empty prompt beside the samples of a folder.
+
+    Raises:
+        DatasetError: it is not there, or damaged.
+    """
+    if not has_empty(folder):
+        raise DatasetError(f"{folder} does not hold the empty prompt ({EMPTY}): encode the pictures again")
+    return read_state(Path(folder) / EMPTY)[0]["conditioning"]
 
 
 def read_samples(folder: str | Path, family: Family, width: int) -> list[Sample]:
@@ -283,6 +479,7 @@ def read_samples(folder: str | Path, family: Family, width: int) -> list[Sample]
     """
     folder = Path(folder)
     paths = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    paths = [path for path in paths if path.name != EMPTY]
     if not paths:
         raise DatasetError(f"{folder} holds no encoded samples (.safetensors files)")
     samples, faults = [], []

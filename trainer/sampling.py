@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ def sample(
     generator: torch.Generator,
     steps: int | None = None,
     guidance: float | None = None,
-    unconditional_model: Transformer | None = None,
+    unconditional_model: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Draws one picture's latents.
 
@@ -33,7 +33,8 @@ def sample(
         generator: CPU generator of the initial noise.
         steps: number of Euler steps; the family's by default.
         guidance: the usual CFG scale, `uncond + guidance·(cond - uncond)`; 1 leaves the unconditional pass out.
-        unconditional_model: the transformer for the unconditional pass; the same model by default.
+        unconditional_model: the transformer, or what is called like one, for the unconditional pass; the same model by
+            default.
 
     Returns:
         (1, C, h, w) fp32 latents on the text's device.

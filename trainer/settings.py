@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import tomllib
 import types
@@ -22,6 +23,7 @@ from .optimizers import OPTIMIZERS
 from .schedule import SCHEDULES
 
 AUTO = "auto"  # the memory plan chooses
+CONFIG = "config.json"  # a run's settings, in its folder
 SAVE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -255,6 +257,22 @@ def read_settings(path: str | Path) -> RunSettings:
         ),
         preview=dataclasses.replace(preview, unconditional=_resolved(here, preview.unconditional)),
     )
+
+
+def resume_settings(folder: str | Path) -> RunSettings:
+    """Settings of the run in a folder, as it wrote them, to go on with it where it stands now.
+
+    Raises:
+        SettingsError: the folder holds no run, or its settings are damaged.
+    """
+    path = Path(folder) / CONFIG
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"{folder} holds no run that could be continued ({CONFIG}: {error.strerror})") from error
+    except ValueError as error:
+        raise SettingsError(f"{path} is damaged ({error}); give the settings by --config instead") from error
+    return dataclasses.replace(_build(RunSettings, values, ""), output=str(folder))
 
 
 def _resolved(folder: Path, path: str) -> str:

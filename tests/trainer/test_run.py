@@ -21,7 +21,7 @@ from graft_lora.trainer.adapters import LoraSettings
 from graft_lora.trainer.errors import DatasetError, SettingsError, TrainingError, WrongModelError
 from graft_lora.trainer.families import FAMILIES
 from graft_lora.trainer.loop import TrainSession
-from graft_lora.trainer.run import Run, run, split
+from graft_lora.trainer.run import run, split
 from graft_lora.trainer.settings import (
     DatasetSettings,
     ModelSettings,
@@ -29,6 +29,7 @@ from graft_lora.trainer.settings import (
     RunSettings,
     TrainSettings,
 )
+from graft_lora.trainer.watcher import STOP, Terminal
 from PIL import Image
 
 
@@ -305,7 +306,7 @@ def test_stopped_before_the_first_step_there_is_no_lora_and_the_run_can_be_resum
     whole, _ = start(settings_of(tmp_path, output=str(tmp_path / "whole")))
     original = TrainSession.__enter__
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "_train", lambda self, stop: stop.set())
+        patch.setattr(Terminal, "wish", lambda self: STOP)
         with pytest.raises(TrainingError, match="stopped before the first step"):
             start(settings_of(tmp_path))
     assert TrainSession.__enter__ is original

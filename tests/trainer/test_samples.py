@@ -16,8 +16,11 @@ from graft_lora.trainer.samples import (
     Cache,
     Encoders,
     Sample,
+    encode_into,
     encode_pictures,
+    has_empty,
     place_pictures,
+    read_empty,
     read_samples,
     unencoded,
     write_sample,
@@ -160,7 +163,7 @@ def test_encoded_samples_keep_mirror_image_weights_and_repeats(tmp_path):
     wanted = Sample(
         "3_cat/a.png", "x", torch.randn(16, 4, 6), torch.randn(3, 4), torch.randn(16, 4, 6), torch.rand(4, 6), 3
     )
-    assert write_sample(tmp_path, wanted, family).name == "3_cat__a.safetensors"
+    assert write_sample(tmp_path, wanted, family).name == "3_cat__a.png.safetensors"
     (found,) = read_samples(tmp_path, family, 4)
     assert found.repeats == 3
     assert torch.equal(found.flipped, wanted.flipped)
@@ -175,7 +178,7 @@ def test_encoded_samples_come_back(tmp_path, family_name):
     family = FAMILIES[family_name]
     wanted = encoded(family, "a.png")
     path = write_sample(tmp_path, wanted, family)
-    assert path.name == "a.safetensors"
+    assert path.name == "a.png.safetensors"
     (found,) = read_samples(tmp_path, family, 4)
     assert (found.name, found.caption) == ("a.png", "a cat")
     assert torch.equal(found.latents, wanted.latents)
@@ -211,3 +214,109 @@ def test_encoded_samples_that_do_not_fit_are_named(tmp_path, monkeypatch):
         assert part in str(caught.value)
     with pytest.raises(DatasetError, match="holds no encoded samples"):
         read_samples(tmp_path / "nothing", krea2, 4)
+
+
+# --- a folder that is kept equal to the pictures ---------------------------------------------------------------------
+
+
+def fill(folder, cache, family, **changes):
+    """Encodes the pictures of a folder; what was asked of the encoders, and what came of it."""
+    flip = changes.pop("flip", False)
+    resolution = changes.pop("resolution", 64)
+    counting = Counting(family, **changes)
+    found = encode_into(cache, read_folder(folder), family, resolution, counting.encoders, flip)
+    assert found.made == len(counting.asked)
+    return counting.asked, found
+
+
+def test_a_folder_of_samples_is_what_encoding_gives_and_a_second_time_encodes_nothing(tmp_path, family_name):
+    family, folder = FAMILIES[family_name], folder_of_two(tmp_path)
+    Image.new("L", (100, 70), 128).save(folder / "a.mask.png")
+    (folder / "3_more").mkdir()
+    Image.new("RGB", (64, 64), "green").save(folder / "3_more" / "a.png")
+    (folder / "3_more" / "a.txt").write_text("caption a")
+    asked, found = fill(folder, tmp_path / "cache", family, flip=True)
+    assert asked.count("caption a") == 1  # two pictures share it
+    assert (found.count, found.made, found.found) == (3, 3 * 2 + 2 + 1, 1)
+    assert sum(found.buckets.values()) == 3
+    assert found.bytes == sum(path.stat().st_size for path in (tmp_path / "cache").iterdir())
+    kept = read_samples(tmp_path / "cache", family, 4)
+    wanted = encode_pictures(read_folder(folder), family, 64, Counting(family).encoders, flip=True)
+    wanted = {sample.name: sample for sample in wanted}
+    assert {sample.name for sample in kept} == set(wanted) == {"a.png", "b.png", "3_more/a.png"}
+    for sample in kept:
+        other = wanted[sample.name]
+        assert (sample.caption, sample.repeats) == (other.caption, other.repeats)
+        assert all(torch.equal(*pair) for pair in zip(sample.tensors, other.tensors, strict=True))
+    assert torch.equal(read_empty(tmp_path / "cache"), torch.zeros(2, 4))
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
+    asked, found = fill(folder, tmp_path / "cache", family, flip=True)
+    assert (asked, found.made) == ([], 0)
+    before.pop("empty-prompt.safetensors")  # small, and written each time
+    assert before.items() <= {p.name: p.stat().st_mtime_ns for p in (tmp_path / "cache").iterdir()}.items()
+
+
+def test_a_folder_of_samples_encodes_what_changed_alone(tmp_path):
+    family, folder, cache = FAMILIES["krea2"], folder_of_two(tmp_path), tmp_path / "cache"
+    fill(folder, cache, family)
+    (folder / "a.txt").write_text("another")
+    assert fill(folder, cache, family)[0] == ["another"]
+    assert {sample.caption for sample in read_samples(cache, family, 4)} == {"another", "caption b"}
+    Image.new("RGB", (100, 70), "green").save(folder / "a.png")
+    assert len(fill(folder, cache, family)[0]) == 1
+    assert len(fill(folder, cache, family, flip=True)[0]) == 2
+    assert len(fill(folder, cache, family, flip=True, picture_id="other")[0]) == 4
+    assert sorted(fill(folder, cache, family, flip=True, picture_id="other", text_id="t")[0]) == [
+        "", "another", "caption b"
+    ]  # fmt: skip
+    assert len(fill(folder, cache, family, resolution=128, text_id="t")[0]) == 2
+
+
+def test_names_exchanged_between_pictures_give_each_its_own_latents(tmp_path):
+    """The file that held the tensor is replaced before the other picture asks for it."""
+    family, folder, cache = FAMILIES["krea2"], folder_of_two(tmp_path), tmp_path / "cache"
+    fill(folder, cache, family)
+    before = {sample.name: sample for sample in read_samples(cache, family, 4)}
+    for ending in ("png", "txt"):
+        (folder / f"a.{ending}").rename(folder / f"c.{ending}")
+        (folder / f"b.{ending}").rename(folder / f"a.{ending}")
+        (folder / f"c.{ending}").rename(folder / f"b.{ending}")
+    fill(folder, cache, family)
+    for sample in read_samples(cache, family, 4):
+        other = before["b.png" if sample.name == "a.png" else "a.png"]
+        assert sample.caption == other.caption
+        assert torch.equal(sample.latents, other.latents)
+
+
+def test_samples_of_pictures_that_are_gone_go_too_and_nothing_else(tmp_path):
+    family, folder, cache = FAMILIES["krea2"], folder_of_two(tmp_path), tmp_path / "cache"
+    fill(folder, cache, family)
+    write_state(cache / "mine.safetensors", {"x": torch.ones(1)}, {})
+    (cache / "notes.txt").write_text("mine")
+    (folder / "b.png").unlink()
+    (folder / "b.txt").unlink()
+    fill(folder, cache, family)
+    assert sorted(path.name for path in cache.iterdir()) == [
+        "a.png.safetensors", "empty-prompt.safetensors", "mine.safetensors", "notes.txt"
+    ]  # fmt: skip
+
+
+def test_two_pictures_that_differ_in_their_ending_alone_are_two_samples(tmp_path):
+    family, folder = FAMILIES["krea2"], folder_of_two(tmp_path)
+    Image.new("RGB", (64, 64), "green").save(folder / "a.jpg")
+    fill(folder, tmp_path / "cache", family)
+    assert [sample.name for sample in read_samples(tmp_path / "cache", family, 4)] == ["a.jpg", "a.png", "b.png"]
+
+
+def test_a_damaged_file_of_the_folder_is_made_again(tmp_path):
+    family, folder, cache = FAMILIES["krea2"], folder_of_two(tmp_path), tmp_path / "cache"
+    fill(folder, cache, family)
+    for name in ("a.png", "empty-prompt"):
+        path = cache / f"{name}.safetensors"
+        path.write_bytes(path.read_bytes()[:20])
+    assert not has_empty(cache)
+    with pytest.raises(DatasetError, match="does not hold the empty prompt"):
+        read_empty(cache)
+    asked, _ = fill(folder, cache, family)
+    assert len(asked) == 3
+    assert len(read_samples(cache, family, 4)) == 2
