@@ -17,7 +17,7 @@ from torch import Tensor
 from ..trainer.errors import DatasetError, some
 from ..trainer.families import FAMILIES, Family
 from . import host
-from .guard import guarded
+from .guard import guarded, say
 from .kinds import CATEGORY, Conditioning, Dataset, EncodedDataset, PictureFolder, Pictures
 from .pictures import thumbnails, to_image
 
@@ -40,7 +40,7 @@ class ImageFolder(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "folder",
-                    options=list(host.datasets()),
+                    options=host.datasets(),
                     tooltip="A subfolder of ComfyUI's input folder, or of models/datasets.",
                 ),
                 io.String.Input(
@@ -100,20 +100,19 @@ class ImageFolder(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, folder: str | None, default_caption: str | None) -> bool | str:
         """What can be said without decoding a picture; `execute` opens every file."""
-        found = host.datasets().get(folder or "")
         if folder is None or default_caption is None:  # one that comes from another node
             return True
-        if found is None:
-            return f"there is no folder {folder!r}; put the pictures into a subfolder of ComfyUI's input folder"
-        fault = _first_look(found, bool(default_caption))
-        return fault or True
+        try:
+            return _first_look(host.dataset_folder(folder), bool(default_caption)) or True
+        except (DatasetError, OSError) as error:
+            return str(error)
 
     @classmethod
     def fingerprint_inputs(cls, folder: str | None, **others: Any) -> str:
         """Changes with every file of the folder: by name, size and time."""
-        found = host.datasets().get(folder or "")
-        if found is None:
+        if folder is None:  # it comes from another node
             return ""
+        found = host.dataset_folder(folder)
         facts = [(path, path.stat()) for path in _files(found)]
         files = [(path.relative_to(found).as_posix(), stat.st_size, stat.st_mtime_ns) for path, stat in facts]
         return hashlib.sha256(json.dumps(files).encode()).hexdigest()
@@ -132,16 +131,14 @@ class ImageFolder(io.ComfyNode):
     ) -> io.NodeOutput:
         from ..trainer.pictures import read_folder
 
-        path = host.datasets().get(folder)
-        if path is None:
-            raise DatasetError(f"there is no folder {folder!r}; put the pictures into a subfolder of the input folder")
-        # Any family that takes structured captions permits them here; Encode Dataset knows the real one and looks again.
+        path = host.dataset_folder(folder)
+        # Structured captions pass here if any family takes them; Encode Dataset, which knows the family, looks again.
         structured = next((family for family in FAMILIES.values() if family.json_captions), None)
         pictures = read_folder(path, structured, trigger.strip(), default_caption.strip())
         if held_out >= len(pictures):
             raise DatasetError(f"held_out is {held_out} of {len(pictures)} pictures: nothing would be left to train on")
         report = _report(pictures, resolution)
-        host.show_text(cls.hidden.unique_id, report)
+        say(cls.hidden.unique_id, report)
         sheet = to_image(thumbnails([picture.path for picture in pictures]))
         chosen = PictureFolder(
             path, trigger.strip(), default_caption.strip(), resolution, flip, caption_dropout, held_out
@@ -217,7 +214,7 @@ class EncodeDataset(io.ComfyNode):
         from ..trainer.pictures import read_folder
         from ..trainer.samples import encode_into
 
-        file = host.hosted_base(model).file
+        file = host.base_of(model).file
         family = file.family
         found = read_folder(pictures.folder, family, pictures.trigger, pictures.default_caption)
         encoders = host.encoders_of(vae, clip, family)
@@ -232,19 +229,17 @@ class EncodeDataset(io.ComfyNode):
                 pictures.resolution,
                 encoders,
                 pictures.flip,
-                progress=lambda done, total: bar.update(done, total),
+                progress=bar.step,
             )
         finally:
-            host.release(vae, clip)
+            host.free_others(keep=[model])  # VAE and CLIP leave the card
         host.show_text(
             cls.hidden.unique_id,
-            f"{encoded.samples_count} pictures in {len(encoded.buckets)} shapes; {encoded.made} tensors encoded now, "
+            f"{encoded.count} pictures in {len(encoded.buckets)} shapes; {encoded.made} tensors encoded now, "
             f"{encoded.found} from before\n{encoded.bytes / 2**20:,.0f} MiB in {folder}",
         )
         return io.NodeOutput(
-            EncodedDataset(
-                folder, family.name, encoded.samples_count, pictures.caption_dropout, pictures.held_out
-            )
+            EncodedDataset(folder, family.name, encoded.count, pictures.caption_dropout, pictures.held_out)
         )
 
 
@@ -253,19 +248,14 @@ def _of_width(text: Any, width: int, family: Family) -> Any:
 
     def encode(caption: str) -> Tensor:
         conditioning = text(caption)
-        check_width(conditioning, width, family, "the CLIP")
+        if conditioning.shape[-1] != width:
+            raise DatasetError(
+                f"the CLIP gives {conditioning.shape[-1]} features per token, {family.title} wants {width}: load the "
+                f"text encoder with the type {family.name}"
+            )
         return conditioning
 
     return encode
-
-
-def check_width(conditioning: Tensor, width: int, family: Family, what: str) -> None:
-    """Raises a `DatasetError` where conditioning (T, W) is not of the base's width."""
-    if conditioning.shape[-1] != width:
-        raise DatasetError(
-            f"{what} gives {conditioning.shape[-1]} features per token, {family.title} wants {width}: load the text "
-            f"encoder with the type {family.name}"
-        )
 
 
 def _encoded_folder(name: str, family: Family, parts: list[str]) -> Path:
@@ -342,7 +332,7 @@ class DatasetFromLatents(io.ComfyNode):
     ) -> io.NodeOutput:
         from ..trainer.samples import Sample, write_empty, write_sample
 
-        file = host.hosted_base(model[0]).file
+        file = host.base_of(model[0]).file
         family, width = file.family, file.family.conditioning_width(file.config)
         pictures = [picture for entry in latents for picture in _normalised(entry, family)]
         if len(conditioning) != len(pictures):
@@ -355,13 +345,10 @@ class DatasetFromLatents(io.ComfyNode):
             raise DatasetError(f"held_out is {held_out[0]} of {len(pictures)}: nothing would be left to train on")
         samples = []
         for index, (picture, entry) in enumerate(zip(pictures, conditioning, strict=True)):
-            tokens = host.conditioning_tensor(entry, f"conditioning {index + 1}")
-            check_width(tokens, width, family, f"conditioning {index + 1}")
+            tokens = host.conditioning_tensor(entry, f"conditioning {index + 1}", width)
             caption = captions[index] if captions else ""
             samples.append(Sample(f"{index:05}", caption, picture, tokens))
-        nothing = None if not empty else host.conditioning_tensor(empty[0], "the empty prompt")
-        if nothing is not None:
-            check_width(nothing, width, family, "the empty prompt")
+        nothing = host.conditioning_tensor(empty[0], "the empty prompt", width) if empty else None
         tensors = [tensor for sample in samples for tensor in sample.tensors]
         tensors += [] if nothing is None else [nothing]
         folder = _encoded_folder("latents", family, [_digest(tensors), *(captions or [])])
@@ -369,8 +356,8 @@ class DatasetFromLatents(io.ComfyNode):
         for sample in samples:
             write_sample(folder, sample, family, overwrite=True)
         if nothing is not None:
-            write_empty(folder, nothing, family)
-        host.show_text(cls.hidden.unique_id, f"{len(samples)} latents in {folder}")
+            write_empty(folder, nothing)
+        say(cls.hidden.unique_id, f"{len(samples)} latents in {folder}")
         return io.NodeOutput(EncodedDataset(folder, family.name, len(samples), caption_dropout[0], held_out[0]))
 
 
@@ -381,7 +368,7 @@ def _normalised(entry: dict[str, Any], family: Family) -> list[Tensor]:
             "a latent carries a noise mask, which Dataset from Latents does not train with; weigh the loss by "
             "name.mask.png files and Image Folder Dataset"
         )
-    latents = host.normalised_latents(entry["samples"], family)
+    latents = host.normalised(entry["samples"], family)
     if latents.ndim != 4 or latents.shape[1] != family.latent_channels:
         raise DatasetError(
             f"a latent is {list(latents.shape)}, {family.title} wants [batch, {family.latent_channels}, h, w]: encode "
@@ -399,4 +386,3 @@ def _digest(tensors: list[Tensor]) -> str:
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-

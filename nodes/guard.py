@@ -10,6 +10,7 @@ import torch
 
 from ..lora_convert import LoraError
 from ..trainer.errors import GraftError
+from . import host
 
 P, R = ParamSpec("P"), TypeVar("R")
 
@@ -31,3 +32,8 @@ def guarded(work: Callable[P, R]) -> Callable[P, R]:
         raise RuntimeError(message)
 
     return run
+
+
+def say(node: str | None, text: str) -> None:
+    """Shows text on a node, until the next one."""
+    host.progress(node, 1).text(text)

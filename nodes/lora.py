@@ -8,13 +8,12 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..lora_convert import LAYOUTS, LoraError, convert_state, open_lora, read_lora, write_state
+from ..lora_convert import LAYOUTS, convert_state, open_lora, write_state
 from ..lora_convert.convert import DTYPES
-from ..lora_convert.sizes import Sizes
 from ..trainer.errors import SettingsError, some
 from . import host
 from .bases import NONE, base_input, base_options, options_of
-from .guard import guarded
+from .guard import guarded, say
 from .kinds import CATEGORY, LoraModel, Run, RunHandle
 
 AS_IT_IS = "as it is"
@@ -40,7 +39,9 @@ class LoadLora(io.ComfyNode):
                     "model", tooltip="From Load Model for LoRA Training, Train LoRA, or ComfyUI's Load Diffusion Model."
                 ),
                 io.Combo.Input("lora_name", options=host.lora_files(), tooltip="A file of models/loras."),
-                io.Float.Input("strength", tooltip="1 as trained, 0 for nothing, negative for the opposite.", **STRENGTH),
+                io.Float.Input(
+                    "strength", tooltip="1 as trained, 0 for nothing, negative for the opposite.", **STRENGTH
+                ),
             ],
             outputs=[
                 io.Model.Output(display_name="model", tooltip="The model with the LoRA."),
@@ -54,18 +55,14 @@ class LoadLora(io.ComfyNode):
     def execute(cls, model: Any, lora_name: str, strength: float) -> io.NodeOutput:
         path = host.lora_path(lora_name)
         state, metadata = open_lora(path)
-        if host.is_hosted(model):
-            file = host.hosted_base(model).file
-            lora = read_lora(state, metadata, Sizes.of(file.family.name, file.shapes))
-            if lora.family != file.family.name:
-                raise LoraError(f"{lora_name} is a LoRA for {lora.family}, the model is {file.family.title}")
-            changed, applied, missing = host.with_lora(model, lora, strength, path.stem)
+        if isinstance(model, host.GraftPatcher):
+            changed, applied, missing = host.with_lora(model, state, metadata, strength, path.stem)
         else:
             changed, applied, missing = host.stock_with_lora(model, state, metadata, strength)
         report = f"{applied} modules of {lora_name} applied at strength {strength:g}"
         if missing:
-            report += f"\n{len(missing)} had no effect: {some(list(missing), 20)}"
-        host.show_text(cls.hidden.unique_id, report)
+            report += f"\n{len(missing)} keys or modules had no effect: {some(missing, 20)}"
+        say(cls.hidden.unique_id, report)
         return io.NodeOutput(changed, report)
 
 
@@ -81,7 +78,7 @@ class AdapterStrength(io.ComfyNode):
             description="Makes what Train LoRA has trained stronger or weaker, without training or loading anything.",
             search_aliases=["graft", "lora weight", "adapter strength", "lora scale"],
             inputs=[
-                io.Model.Input("model", tooltip="From Train LoRA or Load LoRA (any layout)."),
+                io.Model.Input("model", tooltip="From Train LoRA."),
                 io.Float.Input("strength", tooltip="1 as trained, 0 for the base model exactly.", **STRENGTH),
             ],
             outputs=[io.Model.Output(display_name="model", tooltip="The same model at this strength.")],
@@ -90,7 +87,6 @@ class AdapterStrength(io.ComfyNode):
     @classmethod
     @guarded
     def execute(cls, model: Any, strength: float) -> io.NodeOutput:
-        host.hosted_base(model)  # a stock MODEL has no adapters, and is told what to use
         return io.NodeOutput(host.with_strength(model, strength))
 
 
@@ -171,7 +167,7 @@ class SaveLora(io.ComfyNode):
         target.parent.mkdir(parents=True, exist_ok=True)
         write_state(target, written, header, overwrite=overwrite)
         notes = "".join(f"\n{note}" for note in report.notes)
-        host.show_text(cls.hidden.unique_id, f"{len(report.modules)} modules in {target}{notes}")
+        say(cls.hidden.unique_id, f"{len(report.modules)} modules in {target}{notes}")
         return io.NodeOutput(str(target))
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 from comfy_api.latest import io, ui
 
-from ..trainer.errors import DatasetError
+from ..trainer.errors import DatasetError, GraftError
 from ..trainer.families import FAMILIES
 from ..trainer.quantization import PRECISIONS
 from . import host
-from .guard import guarded
+from .guard import guarded, say
 from .kinds import CATEGORY, EncodedDataset, PreviewRequest, Run, RunHandle
 from .pictures import loss_plot_image
-from .runs import CONTINUE, name_fault, run_folder, run_settings
+from .runs import CONTINUE, name_fault, previews, run_folder, run_settings
 from .train import run_inputs
 
 AUTO, BOTH = "auto", "both"
@@ -62,12 +62,28 @@ class CheckRun(io.ComfyNode):
 
         folder = run_folder(name, resume)
         settings = run_settings(model, dataset, folder, lora_settings, train_settings, preview)
-        found = verdicts(settings, None, resume == CONTINUE, memory=host.memory())
+        shown = preview is not None
+        found = verdicts(settings, None, resume == CONTINUE, memory=host.memory(), previews=shown)
+        if preview is not None:
+            found.append(_previews(preview, model, dataset))
         wrong = sum(verdict.ok is False for verdict in found)
-        head = f"{wrong} of {len(found)} checks failed" if wrong else f"All {len(found)} checks passed: it can be trained"
+        head = (
+            f"{wrong} of {len(found)} checks failed" if wrong else f"All {len(found)} checks passed: it can be trained"
+        )
         text = "\n".join([head, *(f"{MARKS[verdict.ok]} {verdict.name}: {verdict.message}" for verdict in found)])
-        host.show_text(cls.hidden.unique_id, text)
+        say(cls.hidden.unique_id, text)
         return io.NodeOutput(text, ui=ui.PreviewText(text))
+
+
+def _previews(request: PreviewRequest, model: Any, dataset: EncodedDataset) -> Any:
+    """The verdict on what the engine is given ready made."""
+    from ..trainer.preflight import Verdict
+
+    try:
+        made = previews(request, model, dataset)
+    except GraftError as error:
+        return Verdict("previews", False, str(error))
+    return Verdict("previews", True, f"{len(made.prompts)} pictures")
 
 
 class EstimateMemory(io.ComfyNode):
@@ -127,7 +143,7 @@ class EstimateMemory(io.ComfyNode):
         families = list(FAMILIES.values()) if family == BOTH else [FAMILIES[family]]
         question = Question(main_memory_gb, resolution or None, rank, precision)
         text = table(rows(families, [card_gb] if card_gb else CARDS, question))
-        host.show_text(cls.hidden.unique_id, text)
+        say(cls.hidden.unique_id, text)
         return io.NodeOutput(text, ui=ui.PreviewText(text))
 
 

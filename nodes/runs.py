@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ..trainer.errors import DatasetError, SettingsError
 from . import host
-from .dataset import check_width
 from .kinds import EncodedDataset, PreviewRequest
 
 NEW, CONTINUE = "new run", "continue"
+RESERVED = ("encoded", "quantized")  # folders beside the runs'
 
 
 def runs_folder() -> Path:
@@ -26,9 +27,6 @@ def name_fault(name: str) -> str:
     if not re.fullmatch(r"\w[\w. -]{0,99}", name) or name.endswith((".", " ")) or name.lower() in RESERVED:
         return f"name {name!r} cannot be a run's; give a short one of letters, digits, spaces, - and _, without folders"
     return ""
-
-
-RESERVED = ("encoded", "quantized")  # folders beside the runs'
 
 
 def run_folder(name: str, how: str) -> Path:
@@ -68,13 +66,18 @@ def run_settings(
         lora, train, preview: None for the defaults, and for no previews.
 
     Raises:
-        GraftError: a MODEL of ComfyUI's own loader, or a dataset for another family.
+        GraftError: a MODEL of ComfyUI's own loader, or with LoRAs, or a dataset for another family.
     """
     from ..trainer.adapters import LoraSettings
     from ..trainer.settings import DatasetSettings, PreviewSettings, RunSettings, TrainSettings
 
-    base = host.hosted_base(model)
+    base = host.base_of(model)
     family = base.file.family
+    if model.shown:
+        raise SettingsError(
+            f"the model has the LoRA {model.shown[0][0].name} on it, and a LoRA is trained on the base alone: connect "
+            "Load Model for LoRA Training itself"
+        )
     if dataset.family != family.name:
         raise DatasetError(
             f"the dataset was encoded for {dataset.family}, the model is {family.title}: connect the same model to "
@@ -82,9 +85,14 @@ def run_settings(
         )
     shown = PreviewSettings()
     if preview is not None:
-        second = None if preview.unconditional is None else host.hosted_base(preview.unconditional)
+        second = None if preview.unconditional is None else host.base_of(preview.unconditional)
+        if second is base:
+            raise SettingsError(
+                "unconditional is the model that is trained: leave it out, or connect another Load Model for LoRA "
+                "Training with the second transformer"
+            )
         shown = PreviewSettings(
-            prompts=labels(preview),
+            prompts=_labels(preview),
             every=preview.every,
             seed=preview.seed,
             steps=preview.steps,
@@ -104,45 +112,77 @@ def run_settings(
     )
 
 
-def labels(preview: PreviewRequest) -> tuple[str, ...]:
+def _labels(preview: PreviewRequest) -> tuple[str, ...]:
     """What the pictures are called, since conditioning does not tell its words."""
     return tuple(f"prompt {index + 1}" for index in range(len(preview.prompts)))
 
 
-def previews(request: PreviewRequest, model: Any, checked: Any, dataset: EncodedDataset) -> Any:
-    """The engine's previews, which it samples itself.
+def previews(request: PreviewRequest, model: Any, dataset: EncodedDataset) -> Any:
+    """The engine's previews, but for the second transformer, which `Guide` is.
 
     Raises:
-        GraftError: conditioning that is not the family's, or a size that it cannot make.
+        GraftError: conditioning that is not the family's or is missing, or a size that it cannot make.
     """
     from ..trainer.run import Previews
+    from ..trainer.samples import has_empty, read_empty
 
-    file = host.hosted_base(model).file
+    file = host.base_of(model).file
     family, width = file.family, file.family.conditioning_width(file.config)
-
-    def tokens(conditioning: Any, what: str) -> torch.Tensor:
-        found = host.conditioning_tensor(conditioning, what)
-        check_width(found, width, family, what)
-        return found
-
+    if request.negative is not None and request.unconditional is not None:
+        raise SettingsError("the unconditional model of a preview sees no text: leave out negative, or unconditional")
     multiple = family.latent_downscale * family.latent_multiple
     if request.width % multiple or request.height % multiple:
         raise SettingsError(
             f"a preview of {request.width} × {request.height} pixels cannot be made: {family.title} takes multiples "
             f"of {multiple}"
         )
-    guide = None
-    if request.unconditional is not None:
-        guide = host.hosted_base(request.unconditional).load().model
-    return Previews(
-        prompts=tuple(tokens(prompt, f"preview prompt {index + 1}") for index, prompt in enumerate(request.prompts)),
-        unconditional=None if request.negative is None else tokens(request.negative, "the negative prompt"),
-        decode=host.decoder_of(request.vae, family),
-        labels=labels(request),
-        size=(request.width, request.height) if request.width else None,
-        steps=request.steps,
-        guidance=request.guidance,
-        every=request.every,
-        seed=request.seed,
-        guide=guide,
+    prompts = tuple(
+        host.conditioning_tensor(prompt, f"preview prompt {index + 1}", width)
+        for index, prompt in enumerate(request.prompts)
     )
+    without = None
+    if request.negative is not None:
+        without = host.conditioning_tensor(request.negative, "the negative prompt", width)
+    elif not family.image_only_pass and has_empty(dataset.folder):
+        without = read_empty(dataset.folder)
+    elif not family.image_only_pass and (request.guidance or family.preview.guidance) != 1:
+        raise DatasetError(
+            f"a preview of {family.title} needs a negative: connect one to Preview Settings, such as the conditioning "
+            "of an empty prompt, or set its guidance to 1"
+        )
+    return Previews(
+        prompts=prompts,
+        labels=_labels(request),
+        unconditional=without,
+        decode=host.decoder_of(request.vae, family),
+        size=(request.width, request.height) if request.width else None,
+    )
+
+
+class Guide:
+    """The second transformer of a pair, which predicts the unconditional velocity of previews.
+
+    It is on the device while a preview is sampled, all its blocks waiting on the CPU, and gives the memory back before
+    the next step: the memory plan counts on both.
+    """
+
+    def __init__(self, model: Any, checked: Any) -> None:
+        """
+        Args:
+            model: a Graft MODEL.
+            checked: the run, whose precision it takes.
+        """
+        self._base = host.base_of(model)
+        file, settings = self._base.file, checked.settings
+        waiting = 0 if checked.device.kind == "cpu" else file.family.block_count(file.config)
+        own = replace(settings, model=replace(settings.model, blocks_on_cpu=waiting))
+        self._base.prepare(replace(checked, settings=own))
+
+    def __call__(self, latents: Tensor, sigma_B: Tensor, text: Tensor | None = None) -> Tensor:
+        assert text is None  # `previews` takes no negative beside a second transformer
+        self._base.to_device()
+        return self._base.velocity(latents, sigma_B, None, None)
+
+    def leave(self) -> None:
+        """Gives the device's memory back, if it has any."""
+        self._base.to_host()

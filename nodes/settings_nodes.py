@@ -444,7 +444,5 @@ class PreviewSettingsNode(io.ComfyNode):
     ) -> io.NodeOutput:
         given = tuple(prompt for prompt in prompts.values() if prompt is not None)
         return io.NodeOutput(
-            PreviewRequest(
-                given, negative, vae, width, height, sampling_steps, guidance, every, seed, unconditional
-            )
+            PreviewRequest(given, negative, vae, width, height, sampling_steps, guidance, every, seed, unconditional)
         )

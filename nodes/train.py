@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from comfy_api.latest import io, ui
 from PIL import Image
 
 from . import host
-from .guard import guarded
+from .guard import guarded, say
 from .kinds import (
+    CATEGORY,
     Dataset,
     EncodedDataset,
     LoraModel,
@@ -23,10 +25,11 @@ from .kinds import (
     Run,
     RunHandle,
     TrainSettingsKind,
-    CATEGORY,
 )
 from .pictures import loss_curve, read_image
-from .runs import CONTINUE, NEW, name_fault, previews, run_folder, run_settings
+from .runs import CONTINUE, NEW, Guide, name_fault, previews, run_folder, run_settings
+
+log = logging.getLogger(__name__)
 
 REDRAW = 2.0  # seconds between two drawings of the loss curve
 RECENT = 20  # steps over which loss and speed are averaged
@@ -101,47 +104,61 @@ class Train(io.ComfyNode):
         train_settings: Any = None,
         preview: PreviewRequest | None = None,
     ) -> io.NodeOutput:
-        from ..lora_convert import read_state
         from ..trainer.preflight import check
         from ..trainer.run import train
+        from ..trainer.watcher import STOP
 
-        node = cls.hidden.unique_id
+        node, continuing = cls.hidden.unique_id, resume == CONTINUE
         folder = run_folder(name, resume)
         settings = run_settings(model, dataset, folder, lora_settings, train_settings, preview)
-        checked = check(settings, None, resume == CONTINUE, memory=host.memory())
-        with host.training(model, node) as finish:
-            host.free_others(model)
-            base = host.hosted_base(model).load(checked)
-            shown = None if preview is None else previews(preview, model, checked, dataset)
-            watcher = graph_watcher(node, settings.train.steps, finish)
-            result = train(checked, base, shown, watcher, resume == CONTINUE)
-        handle = RunHandle(result.folder, result.lora)
-        if result.stopped == "stopped":
-            host.show_text(
+        shown = None if preview is None else previews(preview, model, dataset)
+        checked = check(settings, None, continuing, memory=host.memory(), previews=shown is not None)
+        guide = None
+        if preview is not None and preview.unconditional is not None:
+            guide = Guide(preview.unconditional, checked)
+            shown = replace(shown, guide=guide)
+        with host.finishing(node) as finish, host.training(model, checked) as base:
+            watcher = graph_watcher(node, settings.train.steps, finish, guide)
+            try:
+                result = train(checked, base, shown, watcher, continuing)
+            finally:
+                if guide is not None:
+                    guide.leave()
+            # While it is not moved: the token that keeps the adapter on the base.
+            trained = host.trained_model(model, result.name)
+        if result.ended == STOP:
+            say(
                 node,
-                f"Stopped after step {result.steps}. The LoRA so far is {result.lora}. To go on, set resume to "
-                f"{CONTINUE!r} and queue again.",
+                f"Stopped after step {len(result.losses)}. The LoRA so far is {result.lora}. To go on, set resume to "
+                f"{CONTINUE} and queue again.",
             )
             host.raise_interrupt()
-        early = " early, as asked," if result.stopped else ""
-        host.show_text(node, f"Finished{early} after step {result.steps}: {result.lora}")
+        return cls._outputs(node, result, trained)
+
+    @classmethod
+    def _outputs(cls, node: str | None, result: Any, trained: Any) -> io.NodeOutput:
+        from ..lora_convert import read_state
+
+        early = " early, as asked," if result.ended else ""
+        say(node, f"Finished{early} after step {len(result.losses)}: {result.lora}")
         state, _ = read_state(result.lora)
         loss = read_image(result.folder / "loss.png")
-        newest = result.folder / "preview.png"
-        picture = read_image(newest) if newest.is_file() else loss
-        trained = host.trained_model(model, result.name)
+        grid = result.folder / "preview.png"
+        picture = read_image(grid) if grid.is_file() else loss
+        handle = RunHandle(result.folder, result.lora)
         return io.NodeOutput(trained, state, loss, handle, ui=ui.PreviewImage(picture, cls=cls))
 
 
-def graph_watcher(node: str, steps: int, finish: Any) -> Any:
+def graph_watcher(node: str | None, steps: int, finish: Any, guide: Guide | None = None) -> Any:
     """The engine's watcher that shows a run on its node.
 
     Args:
         node: the node's id.
         steps: of the run.
         finish: an event that the button "Finish now" sets.
+        guide: gives its memory back before the next step.
     """
-    from ..trainer.run import Watcher
+    from ..trainer.watcher import FINISH, STOP, Watcher
 
     class GraphWatcher(Watcher):
         """Progress bar, preview picture and text of the node; ComfyUI's Stop and the button are its wishes."""
@@ -152,20 +169,20 @@ def graph_watcher(node: str, steps: int, finish: Any) -> Any:
             self.drawn = 0.0
             self.seconds: list[float] = []
 
-        def say(self, text: str) -> None:
-            logging.info("Graft: %s", text)
-            host.show_text(node, text)
+        def say(self, sentence: str) -> None:
+            log.info("Graft: %s", sentence)
+            self.bar.text(sentence)
 
-        def stepped(self, log: Any, total: int, losses: Sequence[float]) -> None:
-            self.seconds = [*self.seconds[1 - RECENT :], log.seconds]
+        def stepped(self, entry: Any, total: int, losses: Sequence[float]) -> None:
+            self.seconds = [*self.seconds[1 - RECENT :], entry.seconds]
             speed = sum(self.seconds) / len(self.seconds)
             recent = losses[-RECENT:]
-            host.show_text(node, progress_text(log.step, total, sum(recent) / len(recent), speed))
+            self.bar.text(progress_text(entry.step, total, sum(recent) / len(recent), speed))
             picture = None
-            if time.monotonic() - self.drawn > REDRAW or log.step == total:
+            if time.monotonic() - self.drawn > REDRAW or entry.step == total:
                 self.drawn = time.monotonic()
                 picture = self.picture or loss_curve(losses)
-            self.bar.update(log.step, total, picture)
+            self.bar.step(entry.step, total, picture)
 
         def previewed(self, step: int, path: Path) -> None:
             with Image.open(path) as file:
@@ -173,9 +190,11 @@ def graph_watcher(node: str, steps: int, finish: Any) -> Any:
             self.drawn = 0.0
 
         def wish(self) -> str:
+            if guide is not None:
+                guide.leave()
             if host.interrupted():
-                return "stop"
-            return "finish" if finish.is_set() else ""
+                return STOP
+            return FINISH if finish.is_set() else ""
 
     return GraphWatcher()
 

@@ -9,11 +9,13 @@ from types import ModuleType, SimpleNamespace
 
 import tiny
 import torch
+from graft_lora.lora_convert import Sizes, read_lora
 from graft_lora.trainer.base_model import load_base
 from graft_lora.trainer.checkpoints import open_model_file
 from graft_lora.trainer.devices import Memory
-from graft_lora.trainer.errors import SettingsError
+from graft_lora.trainer.errors import DatasetError, SettingsError
 from graft_lora.trainer.families import FAMILIES
+from graft_lora.trainer.preflight import check_variant
 from graft_lora.trainer.samples import Encoders
 from graft_lora.trainer.settings import ModelSettings
 
@@ -25,19 +27,37 @@ class Interrupted(BaseException):
 class Hosted:
     def __init__(self, settings):
         self.settings, self.file, self.base = settings, open_model_file(settings.path), None
+        self.moves = []
 
-    def load(self, checked=None):
+    def prepare(self, checked):
         if self.base is None:
-            self.base = load_base(self.file, "bf16", self.settings.compute_dtype)
-        return self.base
+            self.base = load_base(self.file, checked.settings.model.precision, self.settings.compute_dtype)
+
+    def to_device(self):
+        self.moves.append("device")
+
+    def to_host(self):
+        self.moves.append("host")
+
+    def velocity(self, latents, sigma_B, conditioning, mask_BT):
+        with torch.inference_mode(False), torch.no_grad():
+            return self.base.model(latents.clone(), sigma_B.clone(), conditioning, mask_BT)
 
 
-class Bar:
-    def __init__(self):
-        self.updates = []
+class GraftPatcher:
+    def __init__(self, hosted, shown=()):
+        self.hosted, self.shown = hosted, tuple(shown)
 
-    def update(self, done, total, picture=None):
-        self.updates.append((done, total, picture))
+
+class Progress:
+    def __init__(self, total, texts):
+        self.steps, self.total, self.texts = [], total, texts
+
+    def step(self, done, total=None, picture=None):
+        self.steps.append((done, total, picture))
+
+    def text(self, words):
+        self.texts.append(words)
 
 
 def make(folder: Path) -> ModuleType:
@@ -50,25 +70,23 @@ def make(folder: Path) -> ModuleType:
     host.texts, host.bars, host.calls, host.interrupt = [], [], [], False
     host.finish = threading.Event()
 
-    def load_base_model(path, *, precision, compute_dtype, allow_distilled, blocks_on_cpu, quantized_cache):
-        blocks = 0 if blocks_on_cpu == "auto" else blocks_on_cpu
+    def load_base_model(path, precision, compute_dtype, allow_distilled, blocks_on_cpu, quantized_cache):
         settings = ModelSettings(
-            str(path), "", precision, compute_dtype, "cpu", quantized_cache, allow_distilled, blocks
+            str(path), "", precision, compute_dtype, "cpu", quantized_cache, allow_distilled, blocks_on_cpu
         )
-        return SimpleNamespace(hosted=Hosted(settings), adapters=())
+        check_variant(open_model_file(path), allow_distilled)
+        return GraftPatcher(Hosted(settings))
 
-    def hosted_base(model):
-        if not is_hosted(model):
-            raise SettingsError("the model is of another loader; use Load Model for LoRA Training")
+    def base_of(model):
+        if not isinstance(model, GraftPatcher):
+            raise SettingsError("the MODEL is not Graft's: connect 'Load Model for LoRA Training'")
         return model.hosted
-
-    def is_hosted(model):
-        return hasattr(model, "hosted")
 
     def encoders_of(vae, clip, family):
         def picture(pixels):
             side = family.latent_downscale
             small = torch.nn.functional.avg_pool2d(pixels, side)
+            host.calls.append("picture")
             return small.mean(1, keepdim=True).expand(-1, family.latent_channels, -1, -1).clone()
 
         def text(caption):
@@ -79,52 +97,71 @@ def make(folder: Path) -> ModuleType:
         return Encoders(picture, text, decoder_of(vae, family), "vae", "clip")
 
     def decoder_of(vae, family):
-        return lambda latents: latents[:, :3].repeat_interleave(family.latent_downscale, 2).repeat_interleave(
-            family.latent_downscale, 3
-        ).clamp(-1, 1)  # fmt: skip
+        side = family.latent_downscale
+        return lambda latents: latents[:, :3].repeat_interleave(side, 2).repeat_interleave(side, 3).clamp(-1, 1)
+
+    def conditioning_tensor(conditioning, what, width=None):
+        found = conditioning[0][0][0].clone()
+        if width is not None and found.shape[1] != width:
+            raise DatasetError(f"{what} has {found.shape[1]} features per token, the base wants {width}")
+        return found
 
     @contextmanager
-    def training(model, node):
+    def training(model, checked):
+        model.hosted.prepare(checked)
         host.calls.append("training")
-        yield host.finish
+        with torch.enable_grad():
+            yield model.hosted.base
         host.calls.append("trained")
+
+    @contextmanager
+    def finishing(node):
+        yield host.finish
 
     def raise_interrupt():
         raise Interrupted
 
     def progress(node, total):
-        host.bars.append(Bar())
+        host.bars.append(Progress(total, host.texts))
         return host.bars[-1]
 
-    def with_lora(model, lora, strength, name):
-        changed = SimpleNamespace(hosted=model.hosted, adapters=(*model.adapters, (name, strength)))
-        return changed, len(lora.modules), ["blocks.9.attn.wq"]
+    def with_lora(model, state, metadata, strength, name):
+        file = base_of(model).file
+        lora = read_lora(state, metadata, Sizes.of(file.family.name, file.shapes))
+        shown = (*model.shown, (SimpleNamespace(name=name), strength))
+        return GraftPatcher(model.hosted, shown), len(lora.modules), ["a.key"]
+
+    def with_strength(model, strength):
+        return GraftPatcher(base_of(model), [(token, strength) for token, _ in model.shown])
+
+    def trained_model(model, adapter, strength=1.0):
+        return GraftPatcher(model.hosted, [(SimpleNamespace(name=adapter), strength)])
 
     def lora_files():
-        return sorted(path.relative_to(folder / "loras").as_posix() for path in (folder / "loras").rglob("*.safetensors"))
+        paths = sorted((folder / "loras").rglob("*.safetensors"))
+        return [path.relative_to(folder / "loras").as_posix() for path in paths]
+
+    def dataset_folder(name):
+        if not (folder / "input" / name).is_dir():
+            raise DatasetError(f"{name!r} is no folder of pictures")
+        return folder / "input" / name
 
     for function in (
-        load_base_model, hosted_base, is_hosted, encoders_of, decoder_of, training, raise_interrupt, progress, with_lora,
-        lora_files,
+        load_base_model, base_of, encoders_of, decoder_of, conditioning_tensor, training, finishing, raise_interrupt,
+        progress, with_lora, with_strength, trained_model, lora_files, dataset_folder,
     ):  # fmt: skip
         setattr(host, function.__name__, function)
+    host.GraftPatcher = GraftPatcher
     host.stock_with_lora = lambda model, state, metadata, strength: ("stock", len(state) // 3, [])
-    host.with_strength = lambda model, strength: SimpleNamespace(
-        hosted=model.hosted, adapters=tuple((name, strength) for name, _ in model.adapters)
-    )
-    host.trained_model = lambda model, name: SimpleNamespace(hosted=model.hosted, adapters=((name, 1.0),))
-    host.conditioning_tensor = lambda conditioning, what: conditioning[0][0][0].clone()
-    host.normalised_latents = lambda samples, family: samples.clone()
+    host.normalised = lambda latents, family: 2 * latents.clone()
     host.memory = lambda: Memory(2**35, 2**34)
     host.device = lambda: "cpu"
-    host.free_others = lambda keep: host.calls.append("free_others")
-    host.release = lambda *models: host.calls.append("release")
+    host.free_others = lambda keep=(): host.calls.append("free_others")
     host.interrupted = lambda: host.interrupt
-    host.show_text = lambda node, text: host.texts.append(text)
     host.finish_route = lambda: host.calls.append("route")
     host.model_files = lambda: [f"{name}.safetensors" for name in FAMILIES]
     host.model_path = lambda name: folder / "models" / name
-    host.datasets = lambda: {path.name: path for path in sorted((folder / "input").iterdir()) if path.is_dir()}
+    host.datasets = lambda: [path.name for path in sorted((folder / "input").iterdir()) if path.is_dir()]
     host.lora_path = lambda name: folder / "loras" / name
     host.lora_folders = lambda: [folder / "loras"]
     host.output_directory = lambda: folder / "output"

@@ -7,7 +7,7 @@ uses is there, so that a use of anything else fails here first.
 from __future__ import annotations
 
 import sys
-from enum import Enum
+from enum import StrEnum
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -117,11 +117,11 @@ def Custom(io_type):  # noqa: N802
     return kind(io_type)
 
 
-class ControlAfterGenerate(str, Enum):
+class ControlAfterGenerate(StrEnum):
     fixed = "fixed"
 
 
-class Hidden(str, Enum):
+class Hidden(StrEnum):
     unique_id = "UNIQUE_ID"
 
 

@@ -71,8 +71,8 @@ def test_choices_are_the_engines(graph):
     from graft_lora.trainer.adapter_layers import KINDS
     from graft_lora.trainer.settings import SAVE_DTYPES
 
-    assert settings_nodes.KINDS == tuple(KINDS)
-    assert settings_nodes.SAVE_DTYPES == tuple(SAVE_DTYPES)
+    assert tuple(KINDS) == settings_nodes.KINDS
+    assert tuple(SAVE_DTYPES) == settings_nodes.SAVE_DTYPES
 
 
 def test_every_training_setting_of_the_engine_has_a_widget(schemas):
