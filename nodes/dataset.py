@@ -233,7 +233,7 @@ class EncodeDataset(io.ComfyNode):
             )
         finally:
             host.free_others(keep=[model])  # VAE and CLIP leave the card
-        host.show_text(
+        say(
             cls.hidden.unique_id,
             f"{encoded.count} pictures in {len(encoded.buckets)} shapes; {encoded.made} tensors encoded now, "
             f"{encoded.found} from before\n{encoded.bytes / 2**20:,.0f} MiB in {folder}",

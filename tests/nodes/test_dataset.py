@@ -20,7 +20,8 @@ def test_a_folder_is_counted_and_shown(graph, pictures):
     assert sheet.shape[-1] == 3
     assert 0 <= sheet.min() < sheet.max() <= 1
     assert "4 pictures" in report
-    assert "2 of 64 × 48" in report or "2 of 48 × 64" in report
+    assert "2 of 80 × 48" in report
+    assert "2 of 48 × 80" in report
     assert graph.host.texts == [report]
 
 
@@ -116,10 +117,7 @@ def from_latents(graph, model, name, given, texts, **more):
 
 def test_latents_are_normalised_and_keep_their_own_conditioning(graph, model, family_name):
     """ComfyUI's own bucket mode skips the normalisation, and its batches mix the captions."""
-    if family_name == "ideogram4":
-        wide = {"samples": torch.full((1, 128, 4, 4), 3.0)}
-    else:
-        wide = {"samples": torch.full((1, 16, 4, 4), 3.0)}
+    wide = {"samples": torch.full((1, FAMILIES[family_name].latent_channels, 4, 4), 3.0)}
     texts = [conditioning(family_name, value) for value in (0.0, 1.0, 2.0)]
     made = from_latents(graph, model, family_name, [latents(family_name, 2), wide], texts, captions=["a", "b", "c"])
     samples = read_samples(made.folder, FAMILIES[family_name], tiny.WIDTHS[family_name])
@@ -130,14 +128,8 @@ def test_latents_are_normalised_and_keep_their_own_conditioning(graph, model, fa
 
 
 def test_the_empty_prompt_is_kept_where_it_is_given(graph, model, family_name):
-    made = from_latents(
-        graph,
-        model,
-        family_name,
-        [latents(family_name)],
-        [conditioning(family_name)],
-        empty=[conditioning(family_name)],
-    )
+    texts = [conditioning(family_name)]
+    made = from_latents(graph, model, family_name, [latents(family_name)], texts, empty=texts)
     assert has_empty(made.folder)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import tiny
 import torch
@@ -95,14 +97,14 @@ def test_strength_is_set_without_training_again(graph, trained):
 
 def test_a_file_is_converted_beside_itself_and_stays(graph, model, trained, family_name):
     original = save(graph, trained, family_name)
-    before = open(original, "rb").read()
+    before = Path(original).read_bytes()
     path, report = graph.run(
         "GraftConvertLora", lora_name="graft/zorb.safetensors", layout="diffusers", base=f"{family_name}.safetensors"
     ).args
     assert path.endswith("zorb-diffusers.safetensors")
     assert "→ diffusers" in report
     assert "modules compared" in report
-    assert open(original, "rb").read() == before
+    assert Path(original).read_bytes() == before
     assert read_lora(*open_lora(path), sizes(model)).layout == "diffusers"
 
 
