@@ -9,7 +9,7 @@ from ..lora_convert.convert import DTYPES, Report
 from ..trainer.errors import SettingsError
 from . import host
 from .bases import NONE, base_input, base_options
-from .guard import guarded, say
+from .guard import guarded
 from .kinds import CATEGORY
 from .lora import AS_IT_IS, free, lora_target
 
@@ -109,7 +109,7 @@ class ConvertLora(io.ComfyNode):
             **base_options(base),
         )
         text = conversion_text(report)
-        say(cls.hidden.unique_id, f"{target}\n{text}")
+        host.show_text(cls.hidden.unique_id, f"{target}\n{text}")
         return io.NodeOutput(str(target), text, ui=ui.PreviewText(text))
 
 
@@ -153,5 +153,5 @@ class InspectLora(io.ComfyNode):
     @guarded
     def execute(cls, lora_name: str, base: str = NONE) -> io.NodeOutput:
         text = inspect_file(host.lora_path(lora_name), base_options(base).get("sizes")).text()
-        say(cls.hidden.unique_id, text)
+        host.show_text(cls.hidden.unique_id, text)
         return io.NodeOutput(text, ui=ui.PreviewText(text))

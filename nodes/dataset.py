@@ -17,7 +17,7 @@ from torch import Tensor
 from ..trainer.errors import DatasetError, some
 from ..trainer.families import FAMILIES, Family
 from . import host
-from .guard import guarded, say
+from .guard import guarded
 from .kinds import CATEGORY, Conditioning, Dataset, EncodedDataset, PictureFolder, Pictures
 from .pictures import thumbnails, to_image
 
@@ -40,7 +40,7 @@ class ImageFolder(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "folder",
-                    options=host.datasets(),
+                    options=list(host.datasets()),
                     tooltip="A subfolder of ComfyUI's input folder, or of models/datasets.",
                 ),
                 io.String.Input(
@@ -103,7 +103,7 @@ class ImageFolder(io.ComfyNode):
         if folder is None or default_caption is None:  # one that comes from another node
             return True
         try:
-            return _first_look(host.dataset_folder(folder), bool(default_caption)) or True
+            return _first_look(_folder(folder), bool(default_caption)) or True
         except (DatasetError, OSError) as error:
             return str(error)
 
@@ -112,7 +112,7 @@ class ImageFolder(io.ComfyNode):
         """Changes with every file of the folder: by name, size and time."""
         if folder is None:  # it comes from another node
             return ""
-        found = host.dataset_folder(folder)
+        found = _folder(folder)
         facts = [(path, path.stat()) for path in _files(found)]
         files = [(path.relative_to(found).as_posix(), stat.st_size, stat.st_mtime_ns) for path, stat in facts]
         return hashlib.sha256(json.dumps(files).encode()).hexdigest()
@@ -131,19 +131,26 @@ class ImageFolder(io.ComfyNode):
     ) -> io.NodeOutput:
         from ..trainer.pictures import read_folder
 
-        path = host.dataset_folder(folder)
+        path = _folder(folder)
         # Structured captions pass here if any family takes them; Encode Dataset, which knows the family, looks again.
         structured = next((family for family in FAMILIES.values() if family.json_captions), None)
         pictures = read_folder(path, structured, trigger.strip(), default_caption.strip())
         if held_out >= len(pictures):
             raise DatasetError(f"held_out is {held_out} of {len(pictures)} pictures: nothing would be left to train on")
         report = _report(pictures, resolution)
-        say(cls.hidden.unique_id, report)
+        host.show_text(cls.hidden.unique_id, report)
         sheet = to_image(thumbnails([picture.path for picture in pictures]))
         chosen = PictureFolder(
             path, trigger.strip(), default_caption.strip(), resolution, flip, caption_dropout, held_out
         )
         return io.NodeOutput(chosen, sheet, report, ui=ui.PreviewImage(sheet, cls=cls))
+
+
+def _folder(name: str) -> Path:
+    found = host.datasets().get(name)
+    if found is None:
+        raise DatasetError(f"there is no folder {name!r}; put the pictures into a subfolder of ComfyUI's input folder")
+    return found
 
 
 def _files(folder: Path) -> list[Path]:
@@ -214,7 +221,7 @@ class EncodeDataset(io.ComfyNode):
         from ..trainer.pictures import read_folder
         from ..trainer.samples import encode_into
 
-        file = host.base_of(model).file
+        file = host.hosted_base(model).file
         family = file.family
         found = read_folder(pictures.folder, family, pictures.trigger, pictures.default_caption)
         encoders = host.encoders_of(vae, clip, family)
@@ -229,11 +236,11 @@ class EncodeDataset(io.ComfyNode):
                 pictures.resolution,
                 encoders,
                 pictures.flip,
-                progress=bar.step,
+                progress=bar.update,
             )
         finally:
-            host.free_others(keep=[model])  # VAE and CLIP leave the card
-        say(
+            host.release(vae, clip)
+        host.show_text(
             cls.hidden.unique_id,
             f"{encoded.count} pictures in {len(encoded.buckets)} shapes; {encoded.made} tensors encoded now, "
             f"{encoded.found} from before\n{encoded.bytes / 2**20:,.0f} MiB in {folder}",
@@ -332,7 +339,7 @@ class DatasetFromLatents(io.ComfyNode):
     ) -> io.NodeOutput:
         from ..trainer.samples import Sample, write_empty, write_sample
 
-        file = host.base_of(model[0]).file
+        file = host.hosted_base(model[0]).file
         family, width = file.family, file.family.conditioning_width(file.config)
         pictures = [picture for entry in latents for picture in _normalised(entry, family)]
         if len(conditioning) != len(pictures):
@@ -357,7 +364,7 @@ class DatasetFromLatents(io.ComfyNode):
             write_sample(folder, sample, family, overwrite=True)
         if nothing is not None:
             write_empty(folder, nothing)
-        say(cls.hidden.unique_id, f"{len(samples)} latents in {folder}")
+        host.show_text(cls.hidden.unique_id, f"{len(samples)} latents in {folder}")
         return io.NodeOutput(EncodedDataset(folder, family.name, len(samples), caption_dropout[0], held_out[0]))
 
 
@@ -368,7 +375,7 @@ def _normalised(entry: dict[str, Any], family: Family) -> list[Tensor]:
             "a latent carries a noise mask, which Dataset from Latents does not train with; weigh the loss by "
             "name.mask.png files and Image Folder Dataset"
         )
-    latents = host.normalised(entry["samples"], family)
+    latents = host.normalised_latents(entry["samples"], family)
     if latents.ndim != 4 or latents.shape[1] != family.latent_channels:
         raise DatasetError(
             f"a latent is {list(latents.shape)}, {family.title} wants [batch, {family.latent_channels}, h, w]: encode "

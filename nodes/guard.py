@@ -10,9 +10,9 @@ import torch
 
 from ..lora_convert import LoraError
 from ..trainer.errors import GraftError
-from . import host
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def guarded(work: Callable[P, R]) -> Callable[P, R]:
@@ -32,8 +32,3 @@ def guarded(work: Callable[P, R]) -> Callable[P, R]:
         raise RuntimeError(message)
 
     return run
-
-
-def say(node: str | None, text: str) -> None:
-    """Shows text on a node, until the next one."""
-    host.progress(node, 1).text(text)

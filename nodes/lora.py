@@ -8,12 +8,12 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..lora_convert import LAYOUTS, convert_state, open_lora, write_state
+from ..lora_convert import LAYOUTS, Sizes, convert_state, open_lora, read_lora, write_state
 from ..lora_convert.convert import DTYPES
 from ..trainer.errors import SettingsError, some
 from . import host
 from .bases import NONE, base_input, base_options, options_of
-from .guard import guarded, say
+from .guard import guarded
 from .kinds import CATEGORY, LoraModel, Run, RunHandle
 
 AS_IT_IS = "as it is"
@@ -54,15 +54,20 @@ class LoadLora(io.ComfyNode):
     @guarded
     def execute(cls, model: Any, lora_name: str, strength: float) -> io.NodeOutput:
         path = host.lora_path(lora_name)
-        state, metadata = open_lora(path)
-        if isinstance(model, host.GraftPatcher):
-            changed, applied, missing = host.with_lora(model, state, metadata, strength, path.stem)
+        state, metadata = open_lora(path, skip_unknown=True)
+        notes: tuple[str, ...] = ()
+        if host.is_hosted(model):
+            file = host.hosted_base(model).file
+            lora = read_lora(state, metadata, Sizes.of(file.family.name, file.shapes), skip_unknown=True)
+            changed, applied, missing = host.with_lora(model, lora, strength, path.stem)
+            notes = lora.notes
         else:
             changed, applied, missing = host.stock_with_lora(model, state, metadata, strength)
         report = f"{applied} modules of {lora_name} applied at strength {strength:g}"
         if missing:
             report += f"\n{len(missing)} keys or modules had no effect: {some(missing, 20)}"
-        say(cls.hidden.unique_id, report)
+        report = "\n".join([report, *notes])
+        host.show_text(cls.hidden.unique_id, report)
         return io.NodeOutput(changed, report)
 
 
@@ -75,10 +80,10 @@ class AdapterStrength(io.ComfyNode):
             node_id="GraftAdapterStrength",
             display_name="LoRA Strength",
             category=CATEGORY,
-            description="Makes what Train LoRA has trained stronger or weaker, without training or loading anything.",
+            description="Makes the LoRA that was put on last stronger or weaker, without training or loading anything.",
             search_aliases=["graft", "lora weight", "adapter strength", "lora scale"],
             inputs=[
-                io.Model.Input("model", tooltip="From Train LoRA."),
+                io.Model.Input("model", tooltip="From Train LoRA or Load LoRA (any layout)."),
                 io.Float.Input("strength", tooltip="1 as trained, 0 for the base model exactly.", **STRENGTH),
             ],
             outputs=[io.Model.Output(display_name="model", tooltip="The same model at this strength.")],
@@ -167,7 +172,7 @@ class SaveLora(io.ComfyNode):
         target.parent.mkdir(parents=True, exist_ok=True)
         write_state(target, written, header, overwrite=overwrite)
         notes = "".join(f"\n{note}" for note in report.notes)
-        say(cls.hidden.unique_id, f"{len(report.modules)} modules in {target}{notes}")
+        host.show_text(cls.hidden.unique_id, f"{len(report.modules)} modules in {target}{notes}")
         return io.NodeOutput(str(target))
 
 

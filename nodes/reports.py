@@ -11,7 +11,7 @@ from ..trainer.errors import DatasetError, GraftError
 from ..trainer.families import FAMILIES
 from ..trainer.quantization import PRECISIONS
 from . import host
-from .guard import guarded, say
+from .guard import guarded
 from .kinds import CATEGORY, EncodedDataset, PreviewRequest, Run, RunHandle
 from .pictures import loss_plot_image
 from .runs import CONTINUE, name_fault, previews, run_folder, run_settings
@@ -71,7 +71,7 @@ class CheckRun(io.ComfyNode):
             f"{wrong} of {len(found)} checks failed" if wrong else f"All {len(found)} checks passed: it can be trained"
         )
         text = "\n".join([head, *(f"{MARKS[verdict.ok]} {verdict.name}: {verdict.message}" for verdict in found)])
-        say(cls.hidden.unique_id, text)
+        host.show_text(cls.hidden.unique_id, text)
         return io.NodeOutput(text, ui=ui.PreviewText(text))
 
 
@@ -143,7 +143,7 @@ class EstimateMemory(io.ComfyNode):
         families = list(FAMILIES.values()) if family == BOTH else [FAMILIES[family]]
         question = Question(main_memory_gb, resolution or None, rank, precision)
         text = table(rows(families, [card_gb] if card_gb else CARDS, question))
-        say(cls.hidden.unique_id, text)
+        host.show_text(cls.hidden.unique_id, text)
         return io.NodeOutput(text, ui=ui.PreviewText(text))
 
 

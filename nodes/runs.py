@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from ..trainer.errors import DatasetError, SettingsError
 from . import host
@@ -71,7 +68,7 @@ def run_settings(
     from ..trainer.adapters import LoraSettings
     from ..trainer.settings import DatasetSettings, PreviewSettings, RunSettings, TrainSettings
 
-    base = host.base_of(model)
+    base = host.hosted_base(model)
     family = base.file.family
     if model.shown:
         raise SettingsError(
@@ -85,7 +82,7 @@ def run_settings(
         )
     shown = PreviewSettings()
     if preview is not None:
-        second = None if preview.unconditional is None else host.base_of(preview.unconditional)
+        second = None if preview.unconditional is None else host.hosted_base(preview.unconditional)
         if second is base:
             raise SettingsError(
                 "unconditional is the model that is trained: leave it out, or connect another Load Model for LoRA "
@@ -118,7 +115,7 @@ def _labels(preview: PreviewRequest) -> tuple[str, ...]:
 
 
 def previews(request: PreviewRequest, model: Any, dataset: EncodedDataset) -> Any:
-    """The engine's previews, but for the second transformer, which `Guide` is.
+    """The engine's previews, but for the second transformer, which is loaded when all checks have passed.
 
     Raises:
         GraftError: conditioning that is not the family's or is missing, or a size that it cannot make.
@@ -126,7 +123,7 @@ def previews(request: PreviewRequest, model: Any, dataset: EncodedDataset) -> An
     from ..trainer.run import Previews
     from ..trainer.samples import has_empty, read_empty
 
-    file = host.base_of(model).file
+    file = host.hosted_base(model).file
     family, width = file.family, file.family.conditioning_width(file.config)
     if request.negative is not None and request.unconditional is not None:
         raise SettingsError("the unconditional model of a preview sees no text: leave out negative, or unconditional")
@@ -157,32 +154,3 @@ def previews(request: PreviewRequest, model: Any, dataset: EncodedDataset) -> An
         decode=host.decoder_of(request.vae, family),
         size=(request.width, request.height) if request.width else None,
     )
-
-
-class Guide:
-    """The second transformer of a pair, which predicts the unconditional velocity of previews.
-
-    It is on the device while a preview is sampled, all its blocks waiting on the CPU, and gives the memory back before
-    the next step: the memory plan counts on both.
-    """
-
-    def __init__(self, model: Any, checked: Any) -> None:
-        """
-        Args:
-            model: a Graft MODEL.
-            checked: the run, whose precision it takes.
-        """
-        self._base = host.base_of(model)
-        file, settings = self._base.file, checked.settings
-        waiting = 0 if checked.device.kind == "cpu" else file.family.block_count(file.config)
-        own = replace(settings, model=replace(settings.model, blocks_on_cpu=waiting))
-        self._base.prepare(replace(checked, settings=own))
-
-    def __call__(self, latents: Tensor, sigma_B: Tensor, text: Tensor | None = None) -> Tensor:
-        assert text is None  # `previews` takes no negative beside a second transformer
-        self._base.to_device()
-        return self._base.velocity(latents, sigma_B, None, None)
-
-    def leave(self) -> None:
-        """Gives the device's memory back, if it has any."""
-        self._base.to_host()

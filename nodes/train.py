@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from comfy_api.latest import io, ui
 from PIL import Image
 
 from . import host
-from .guard import guarded, say
+from .guard import guarded
 from .kinds import (
     CATEGORY,
     Dataset,
@@ -27,7 +28,7 @@ from .kinds import (
     TrainSettingsKind,
 )
 from .pictures import loss_curve, read_image
-from .runs import CONTINUE, NEW, Guide, name_fault, previews, run_folder, run_settings
+from .runs import CONTINUE, NEW, name_fault, previews, run_folder, run_settings
 
 log = logging.getLogger(__name__)
 
@@ -113,21 +114,17 @@ class Train(io.ComfyNode):
         settings = run_settings(model, dataset, folder, lora_settings, train_settings, preview)
         shown = None if preview is None else previews(preview, model, dataset)
         checked = check(settings, None, continuing, memory=host.memory(), previews=shown is not None)
-        guide = None
-        if preview is not None and preview.unconditional is not None:
-            guide = Guide(preview.unconditional, checked)
-            shown = replace(shown, guide=guide)
-        with host.finishing(node) as finish, host.training(model, checked) as base:
-            watcher = graph_watcher(node, settings.train.steps, finish, guide)
-            try:
-                result = train(checked, base, shown, watcher, continuing)
-            finally:
-                if guide is not None:
-                    guide.leave()
-            # While it is not moved: the token that keeps the adapter on the base.
+        guides = [] if preview is None or preview.unconditional is None else [preview.unconditional]
+        with host.training(model, node, *guides) as finish:
+            host.free_others(model, *guides)
+            base = host.hosted_base(model).load(checked)
+            if shown is not None and guides:
+                shown = replace(shown, guide=host.hosted_base(guides[0]).guide(checked))
+            result = train(checked, base, shown, graph_watcher(node, settings.train.steps, finish), continuing)
+            # Within the run, as long as the base is not moved: it holds the adapter on the base from now on.
             trained = host.trained_model(model, result.name)
         if result.ended == STOP:
-            say(
+            host.show_text(
                 node,
                 f"Stopped after step {len(result.losses)}. The LoRA so far is {result.lora}. To go on, set resume to "
                 f"{CONTINUE} and queue again.",
@@ -140,7 +137,7 @@ class Train(io.ComfyNode):
         from ..lora_convert import read_state
 
         early = " early, as asked," if result.ended else ""
-        say(node, f"Finished{early} after step {len(result.losses)}: {result.lora}")
+        host.show_text(node, f"Finished{early} after step {len(result.losses)}: {result.lora}")
         state, _ = read_state(result.lora)
         loss = read_image(result.folder / "loss.png")
         grid = result.folder / "preview.png"
@@ -149,14 +146,13 @@ class Train(io.ComfyNode):
         return io.NodeOutput(trained, state, loss, handle, ui=ui.PreviewImage(picture, cls=cls))
 
 
-def graph_watcher(node: str | None, steps: int, finish: Any, guide: Guide | None = None) -> Any:
+def graph_watcher(node: str | None, steps: int, finish: threading.Event) -> Any:
     """The engine's watcher that shows a run on its node.
 
     Args:
         node: the node's id.
         steps: of the run.
         finish: an event that the button "Finish now" sets.
-        guide: gives its memory back before the next step.
     """
     from ..trainer.watcher import FINISH, STOP, Watcher
 
@@ -171,18 +167,18 @@ def graph_watcher(node: str | None, steps: int, finish: Any, guide: Guide | None
 
         def say(self, sentence: str) -> None:
             log.info("Graft: %s", sentence)
-            self.bar.text(sentence)
+            host.show_text(node, sentence)
 
         def stepped(self, entry: Any, total: int, losses: Sequence[float]) -> None:
             self.seconds = [*self.seconds[1 - RECENT :], entry.seconds]
             speed = sum(self.seconds) / len(self.seconds)
             recent = losses[-RECENT:]
-            self.bar.text(progress_text(entry.step, total, sum(recent) / len(recent), speed))
+            host.show_text(node, progress_text(entry.step, total, sum(recent) / len(recent), speed))
             picture = None
             if time.monotonic() - self.drawn > REDRAW or entry.step == total:
                 self.drawn = time.monotonic()
                 picture = self.picture or loss_curve(losses)
-            self.bar.step(entry.step, total, picture)
+            self.bar.update(entry.step, total, picture)
 
         def previewed(self, step: int, path: Path) -> None:
             with Image.open(path) as file:
@@ -190,8 +186,6 @@ def graph_watcher(node: str | None, steps: int, finish: Any, guide: Guide | None
             self.drawn = 0.0
 
         def wish(self) -> str:
-            if guide is not None:
-                guide.leave()
             if host.interrupted():
                 return STOP
             return FINISH if finish.is_set() else ""

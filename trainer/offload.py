@@ -6,6 +6,8 @@ take turns: while one block computes, the next one's weights are copied into the
 The numbers are the same as with all blocks on the device: only where a weight lies changes.
 
 Adapters, norms and modulation tables stay on the device.
+
+Who shares the device with others can ask for the slots' memory: `park` gives it back, `unpark` takes it again.
 """
 
 from __future__ import annotations
@@ -23,6 +25,16 @@ from .quantization import FrozenLinear
 
 SLOTS = 2
 ALIGNMENT = 256  # bytes, what CUDA kernels want of a tensor's start
+
+
+def aligned(bytes: int) -> int:
+    """What a tensor of so many bytes takes in a block's one piece of memory."""
+    return math.ceil(bytes / ALIGNMENT) * ALIGNMENT
+
+
+def slots_bytes(blocks: Sequence[Sequence[int]]) -> int:
+    """What the slots take on the device for blocks whose tensors have so many bytes."""
+    return min(SLOTS, len(blocks)) * max((sum(map(aligned, tensors)) for tensors in blocks), default=0)
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,7 @@ class HostBlock:
             for name, buffer in layer.named_buffers():
                 bytes = buffer.numel() * buffer.element_size()
                 self.places.append(Place(layer, name, buffer.dtype, buffer.shape, size, bytes))
-                size += math.ceil(bytes / ALIGNMENT) * ALIGNMENT
+                size += aligned(bytes)
         self.flat = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         for place in self.places:
             place.view(self.flat).copy_(place.layer.get_buffer(place.name))
@@ -65,8 +77,11 @@ class HostBlock:
 class Slot:
     """Room for one block on the device, and which block is in it."""
 
-    def __init__(self, bytes: int, device: torch.device) -> None:
+    def __init__(self, bytes: int, device: torch.device, stream: torch.cuda.Stream | None) -> None:
         self.flat = torch.empty(bytes, dtype=torch.uint8, device=device)
+        if stream is not None:
+            # A copy may be under way when the base is freed: its memory then waits for that.
+            self.flat.record_stream(stream)
         self.block: int | None = None
         self.copied: torch.cuda.Event | None = None
 
@@ -85,20 +100,16 @@ class BlocksOnCPU:
             blocks: in the order in which they run, their Linears frozen, on whatever device.
             device: where they compute.
         """
-        device = torch.device(device)
+        self.device = device = torch.device(device)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         with torch.inference_mode(False), torch.no_grad():
             self.host = [HostBlock(block, device) for block in blocks]
-            size = max(block.flat.numel() for block in self.host)
-            self.slots = [Slot(size, device) for _ in range(min(SLOTS, len(blocks)))]
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self.stream is not None:
-            for slot in self.slots:
-                # A copy may be under way when the base is freed: its memory then waits for that.
-                slot.flat.record_stream(self.stream)
-        self.device = device
+        self.slots: list[Slot] = []
+        self.unpark()
+        self._hooks = []
         for index, block in enumerate(blocks):
-            block.register_forward_pre_hook(partial(self._before, index))
-            block.register_forward_hook(partial(self._after, index))
+            self._hooks.append(block.register_forward_pre_hook(partial(self._before, index)))
+            self._hooks.append(block.register_forward_hook(partial(self._after, index)))
 
     @property
     def count(self) -> int:
@@ -107,6 +118,39 @@ class BlocksOnCPU:
     @property
     def host_bytes(self) -> int:
         return sum(block.flat.numel() for block in self.host)
+
+    @property
+    def device_bytes(self) -> int:
+        """What the slots take on the device, parked or not."""
+        return slots_bytes([[place.bytes for place in block.places] for block in self.host])
+
+    @property
+    def parked(self) -> bool:
+        """Whether the slots' memory has been given back: no block can compute on the device."""
+        return not self.slots
+
+    def park(self) -> None:
+        """Gives the slots' memory on the device back; every block is read from host memory until `unpark`."""
+        for block in self.host:
+            block.bind(block.flat)
+        self.slots = []
+
+    def unpark(self) -> None:
+        """Takes the slots' memory again; nothing where they have it."""
+        if self.parked:
+            size = max(block.flat.numel() for block in self.host)
+            with torch.inference_mode(False):
+                self.slots = [Slot(size, self.device, self.stream) for _ in range(min(SLOTS, self.count))]
+
+    def dissolve(self) -> None:
+        """Ends it: the weights are ordinary ones of their layers, in host memory, and follow the model's moves."""
+        self.park()
+        for hook in self._hooks:
+            hook.remove()
+        for place in (place for block in self.host for place in block.places):
+            place.layer.placed = False
+            # A copy each, since the block's one piece of memory is pinned.
+            place.layer._buffers[place.name] = place.layer.get_buffer(place.name).clone()
 
     # A module's hooks stand outside its `forward`, which checkpointing replaces: they run once in the forward pass, and
     # the hook on the output's gradient runs once in the backward pass, before the block is run again.
@@ -125,7 +169,12 @@ class BlocksOnCPU:
             index: of the block.
             step: 1 in a forward pass, -1 in a backward pass.
             wrap: the first block comes after the last, as when sampling.
+
+        Raises:
+            RuntimeError: the slots are parked.
         """
+        if self.parked:
+            raise RuntimeError("the blocks on the CPU are parked; unpark them before the model computes")
         with torch.inference_mode(False), torch.no_grad():
             slot = self._holding(index) or self._copy(index, self._free(keep=None))
             if slot.copied is not None:

@@ -9,7 +9,6 @@ from types import ModuleType, SimpleNamespace
 
 import tiny
 import torch
-from graft_lora.lora_convert import Sizes, read_lora
 from graft_lora.trainer.base_model import load_base
 from graft_lora.trainer.checkpoints import open_model_file
 from graft_lora.trainer.devices import Memory
@@ -27,21 +26,14 @@ class Interrupted(BaseException):
 class Hosted:
     def __init__(self, settings):
         self.settings, self.file, self.base = settings, open_model_file(settings.path), None
-        self.moves = []
 
-    def prepare(self, checked):
+    def load(self, checked):
         if self.base is None:
             self.base = load_base(self.file, checked.settings.model.precision, self.settings.compute_dtype)
+        return self.base
 
-    def to_device(self):
-        self.moves.append("device")
-
-    def to_host(self):
-        self.moves.append("host")
-
-    def velocity(self, latents, sigma_B, conditioning, mask_BT):
-        with torch.inference_mode(False), torch.no_grad():
-            return self.base.model(latents.clone(), sigma_B.clone(), conditioning, mask_BT)
+    def guide(self, checked):
+        return self.load(checked).model
 
 
 class GraftPatcher:
@@ -50,14 +42,11 @@ class GraftPatcher:
 
 
 class Progress:
-    def __init__(self, total, texts):
-        self.steps, self.total, self.texts = [], total, texts
+    def __init__(self, total):
+        self.steps, self.total = [], total
 
-    def step(self, done, total=None, picture=None):
+    def update(self, done, total=None, picture=None):
         self.steps.append((done, total, picture))
-
-    def text(self, words):
-        self.texts.append(words)
 
 
 def make(folder: Path) -> ModuleType:
@@ -77,8 +66,11 @@ def make(folder: Path) -> ModuleType:
         check_variant(open_model_file(path), allow_distilled)
         return GraftPatcher(Hosted(settings))
 
-    def base_of(model):
-        if not isinstance(model, GraftPatcher):
+    def is_hosted(model):
+        return isinstance(model, GraftPatcher)
+
+    def hosted_base(model):
+        if not is_hosted(model):
             raise SettingsError("the MODEL is not Graft's: connect 'Load Model for LoRA Training'")
         return model.hosted
 
@@ -107,32 +99,25 @@ def make(folder: Path) -> ModuleType:
         return found
 
     @contextmanager
-    def training(model, checked):
-        model.hosted.prepare(checked)
+    def training(model, node_id, *guides):
         host.calls.append("training")
         with torch.enable_grad():
-            yield model.hosted.base
+            yield host.finish
         host.calls.append("trained")
-
-    @contextmanager
-    def finishing(node):
-        yield host.finish
 
     def raise_interrupt():
         raise Interrupted
 
     def progress(node, total):
-        host.bars.append(Progress(total, host.texts))
+        host.bars.append(Progress(total))
         return host.bars[-1]
 
-    def with_lora(model, state, metadata, strength, name):
-        file = base_of(model).file
-        lora = read_lora(state, metadata, Sizes.of(file.family.name, file.shapes))
+    def with_lora(model, lora, strength, name):
         shown = (*model.shown, (SimpleNamespace(name=name), strength))
-        return GraftPatcher(model.hosted, shown), len(lora.modules), ["a.key"]
+        return GraftPatcher(model.hosted, shown), len(lora.modules), ["a.module"]
 
     def with_strength(model, strength):
-        return GraftPatcher(base_of(model), [(token, strength) for token, _ in model.shown])
+        return GraftPatcher(hosted_base(model), [(token, strength) for token, _ in model.shown])
 
     def trained_model(model, adapter, strength=1.0):
         return GraftPatcher(model.hosted, [(SimpleNamespace(name=adapter), strength)])
@@ -141,27 +126,23 @@ def make(folder: Path) -> ModuleType:
         paths = sorted((folder / "loras").rglob("*.safetensors"))
         return [path.relative_to(folder / "loras").as_posix() for path in paths]
 
-    def dataset_folder(name):
-        if not (folder / "input" / name).is_dir():
-            raise DatasetError(f"{name!r} is no folder of pictures")
-        return folder / "input" / name
-
     for function in (
-        load_base_model, base_of, encoders_of, decoder_of, conditioning_tensor, training, finishing, raise_interrupt,
-        progress, with_lora, with_strength, trained_model, lora_files, dataset_folder,
+        load_base_model, hosted_base, is_hosted, encoders_of, decoder_of, conditioning_tensor, training,
+        raise_interrupt, progress, with_lora, with_strength, trained_model, lora_files,
     ):  # fmt: skip
         setattr(host, function.__name__, function)
-    host.GraftPatcher = GraftPatcher
     host.stock_with_lora = lambda model, state, metadata, strength: ("stock", len(state) // 3, [])
-    host.normalised = lambda latents, family: 2 * latents.clone()
+    host.normalised_latents = lambda latents, family: 2 * latents.clone()
     host.memory = lambda: Memory(2**35, 2**34)
     host.device = lambda: "cpu"
-    host.free_others = lambda keep=(): host.calls.append("free_others")
+    host.free_others = lambda *keep: host.calls.append("free_others")
+    host.release = lambda *models: host.calls.append("release")
+    host.show_text = lambda node_id, words: host.texts.append(words)
     host.interrupted = lambda: host.interrupt
     host.finish_route = lambda: host.calls.append("route")
     host.model_files = lambda: [f"{name}.safetensors" for name in FAMILIES]
     host.model_path = lambda name: folder / "models" / name
-    host.datasets = lambda: [path.name for path in sorted((folder / "input").iterdir()) if path.is_dir()]
+    host.datasets = lambda: {path.name: path for path in (folder / "input").iterdir() if path.is_dir()}
     host.lora_path = lambda name: folder / "loras" / name
     host.lora_folders = lambda: [folder / "loras"]
     host.output_directory = lambda: folder / "output"

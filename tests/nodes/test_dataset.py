@@ -69,12 +69,12 @@ def test_encoded_samples_are_those_of_the_command_line(graph, dataset, family_na
 
 
 def test_vae_and_clip_leave_the_card_and_nothing_is_encoded_twice(graph, dataset, model, clip):
-    assert graph.host.calls[-1] == "free_others"
+    assert graph.host.calls[-1] == "release"
     graph.host.calls.clear()
     folder = graph.run("GraftImageFolder", folder="zorb", resolution=64)[0]
     again = graph.run("GraftEncodeDataset", pictures=folder, vae=None, clip=clip, model=model)[0]
     assert again == dataset
-    assert graph.host.calls == ["free_others"]
+    assert graph.host.calls == ["release"]
     assert "0 tensors encoded now" in graph.host.texts[-1]
     assert "MiB in " in graph.host.texts[-1]
 
@@ -90,7 +90,7 @@ def test_the_wrong_clip_is_refused_by_name_and_the_card_freed(graph, pictures, m
     width = tiny.WIDTHS[family_name]
     with pytest.raises(RuntimeError, match=f"gives 8 features per token.*wants {width}.*type {family_name}"):
         graph.run("GraftEncodeDataset", pictures=folder, vae=None, clip=SimpleNamespace(width=8), model=model)
-    assert graph.host.calls[-1] == "free_others"
+    assert graph.host.calls[-1] == "release"
 
 
 def test_a_stock_model_is_refused_with_the_node_to_use(graph, pictures):
