@@ -74,7 +74,7 @@ class LoraSettingsNode(io.ComfyNode):
                     r"blocks\.\d+\.attn\.wq. Empty for none.",
                 ),
                 io.Combo.Input(
-                    "kind",
+                    "adapter",
                     options=list(KINDS),
                     default="lora",
                     advanced=True,
@@ -110,16 +110,16 @@ class LoraSettingsNode(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, kind: str | None, rslora: bool | None, lokr_factor: int | None) -> bool | str:
+    def validate_inputs(cls, adapter: str | None, rslora: bool | None, lokr_factor: int | None) -> bool | str:
         """What does not go together, said before anything is queued; ranges are the widgets' own."""
         from ..trainer.adapters import LoraSettings
 
-        if kind is None or rslora is None or lokr_factor is None:  # one that comes from another node
+        if adapter is None or rslora is None or lokr_factor is None:  # one that comes from another node
             return True
         if lokr_factor == 0:
             return "lokr_factor is 0; wanted a positive number, or -1 to have it chosen"
         try:
-            LoraSettings(kind=kind, rslora=rslora, factor=lokr_factor)
+            LoraSettings(kind=adapter, rslora=rslora, factor=lokr_factor)
         except GraftError as error:
             return str(error)
         return True
@@ -133,7 +133,7 @@ class LoraSettingsNode(io.ComfyNode):
         targets: str,
         blocks: str,
         target_pattern: str,
-        kind: str,
+        adapter: str,
         rslora: bool,
         lokr_factor: int,
         dropout: float,
@@ -142,7 +142,7 @@ class LoraSettingsNode(io.ComfyNode):
 
         return io.NodeOutput(
             LoraSettings(
-                kind=kind,
+                kind=adapter,
                 rank=rank,
                 alpha=alpha or float(rank),
                 rslora=rslora,

@@ -162,7 +162,7 @@ def test_a_sheet_of_many_pictures_shows_some_of_all(graph, tmp_path):
 
 @pytest.mark.parametrize("kind", ["dora", "lokr"])
 def test_other_kinds_come_out_as_loras_too(graph, model, dataset, family_name, kind):
-    lora = graph.run("GraftLoraSettings", rank=2, kind=kind)[0]
+    lora = graph.run("GraftLoraSettings", rank=2, adapter=kind)[0]
     settings = graph.run("GraftTrainSettings", steps=1, learning_rate=0.01)[0]
     out = graph.run("GraftTrain", model=model, dataset=dataset, lora_settings=lora, train_settings=settings)
     assert save(graph, out.args, family_name)
