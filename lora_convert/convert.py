@@ -225,7 +225,7 @@ def _is_kept(wanted: Change | Split, found: Change | Split, layout: str) -> bool
         return False
     if isinstance(wanted, Split) and not isinstance(found, Split):
         return False
-    return _kinds(wanted) == _kinds(found) or (not isinstance(wanted, Split) and len(_kinds(found)) == 1)
+    return _kinds(wanted) == _kinds(found)
 
 
 def _kinds(change: Change | Split) -> set[tuple[type, torch.dtype]]:

@@ -13,7 +13,7 @@ import torch
 from graft_lora.cli import main
 from graft_lora.lora_convert import convert as convert_module
 from graft_lora.lora_convert.canonical import LoraModule, Split
-from graft_lora.lora_convert.convert import LAYOUTS, convert_file, convert_folder, convert_state
+from graft_lora.lora_convert.convert import DTYPES, LAYOUTS, convert_file, convert_folder, convert_state
 from graft_lora.lora_convert.errors import CannotConvertError, LoraError, NotALoraError
 from graft_lora.lora_convert.reading import read_lora
 from hypothesis import HealthCheck, given, settings
@@ -280,6 +280,16 @@ def test_a_lora_of_rank_one_module_names_its_kind():
     file = source_of("krea2", "ComfyUI")
     _, _, report = convert_state(file.state, file.metadata, "comfyui", sizes=sizes("krea2"))
     assert {module.kind for module in report.modules} == {LoraModule.__name__, "LoraModule | LoraModule | LoraModule"}
+
+
+@pytest.mark.parametrize("layout", ["comfyui", "diffusers"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_cast_within_its_own_layout_is_no_mere_rename(family_name, layout, dtype):
+    """What the cast rounds was once taken for a fault, and nothing was written."""
+    file = source_of(family_name, {"comfyui": "ComfyUI", "diffusers": "diffusers"}[layout])
+    written, _, report = convert_state(file.state, file.metadata, layout, dtype=dtype, sizes=sizes(family_name))
+    assert {tensor.dtype for key, tensor in written.items() if "alpha" not in key} == {DTYPES[dtype]}
+    assert 1e-6 < report.worst.difference <= report.worst.allowed
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
