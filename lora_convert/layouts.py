@@ -1,6 +1,9 @@
 """What the trainer saves: ComfyUI's layout of the kinds that it trains, and back, strictly and by official names alone.
 
-Files of others, and other layouts, are read and written by reading.py and writing.py.
+Files of others, and other layouts, are read and written by reading.py and writing.py. These two stay apart from them on
+purpose: the trainer checks what it saved by reading it back, and a reader that takes any ending, guesses a strength
+from the header and leaves out placeholders of zero would take the result of a faulty writer too. They also ask for no
+sizes of the base, and before the first step, when a save is tried, every change is zero.
 """
 
 from __future__ import annotations
