@@ -8,6 +8,7 @@ a model with LoRA's, forms w1 ⊗ w2 densely and keeps it for backward.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,7 +133,12 @@ class LoraLinear(PeftLinear):
     DoRA (arXiv 2402.09353) with s = alpha / rank: y = g · (W + s · B A) x + bias, g = m / ‖W + s · B A‖ by output row,
     the norm being no part of the gradient (its section 4.3). Beside what LoRA keeps, backward needs the base's output.
     Dropout acts on the input of B A alone; PEFT drops that of W too, for which it multiplies by W a second time.
+
+    Attributes:
+        strengths: adapter → what its change is multiplied by; 1 where it is not named.
     """
+
+    strengths: Mapping[str, float] = {}
 
     adapter_layer_names = (*PeftLinear.adapter_layer_names, "lokr")
 
@@ -195,13 +201,23 @@ class LoraLinear(PeftLinear):
         if name in self.lora_magnitude_vector:
             self.lora_magnitude_vector[name].start(self.base_layer, device, dtype)
 
+    def move(self, name: str, device: torch.device | str) -> None:
+        """Puts the adapter's weights, and the squares of the base that a DoRA keeps, on a device."""
+        for owner, leaf in self._owners(name).values():
+            weight = getattr(owner, leaf)
+            weight.data = weight.data.to(device)
+        if name in self.lora_magnitude_vector:
+            magnitude = self.lora_magnitude_vector[name]
+            magnitude.squares = magnitude.squares.to(device)
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         base = result = self.base_layer(x, *args, **kwargs)
         if self.disable_adapters:
             return result
         for name in self.active_adapters:
             if name in self.lora_dropout:
-                result = result + self._change(name, x, base).to(result.dtype)
+                change, strength = self._change(name, x, base), self.strengths.get(name, 1.0)
+                result = result + (change if strength == 1 else strength * change).to(result.dtype)
         return result
 
     def _change(self, name: str, x: Tensor, base: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -239,30 +239,47 @@ def parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
 
 
 @contextmanager
-def active(model: nn.Module, name: str | None, train: bool = False) -> Iterator[None]:
-    """Makes one adapter active, or with None the bare base, and trainable if asked; the rest is off and frozen.
+def active(model: nn.Module, name: str | Mapping[str, float] | None, train: bool = False) -> Iterator[None]:
+    """Makes one adapter active, several with strengths, or with None the bare base; the rest is off and frozen.
 
     Dropout acts while the adapter is trained, and only then.
 
     At the end everything is as it was, also after an exception.
+
+    Args:
+        model: the base.
+        name: of the adapter; or names with the number that each one's change is multiplied by, in the order in which
+            they are added: at 1 the numbers are those of the name alone, at 0 the adapter is left out.
+        train: make it trainable, which only one at strength 1 can be.
+
+    Raises:
+        KeyError: there is no adapter of that name.
+        ValueError: several, or one at another strength than 1, are to be trained.
     """
+    wanted = {} if name is None else {name: 1.0} if isinstance(name, str) else dict(name)
+    unknown = [one for one in wanted if one not in adapter_names(model)]
+    if unknown:
+        raise KeyError(f"no adapter named {unknown[0]!r} on this model; there are {adapter_names(model)}")
+    if train and list(wanted.values()) not in ([], [1.0]):
+        raise ValueError(f"one adapter at strength 1 can be trained, not {wanted}")
+    shown = {one: strength for one, strength in wanted.items() if strength}
     layers = _layers(model)
-    if name is not None and name not in adapter_names(model):
-        raise KeyError(f"no adapter named {name!r} on this model; there are {adapter_names(model)}")
     before = _state(model)
     try:
         for layer in layers.values():
-            layer._disable_adapters = name is None
-            layer._active_adapter = [name] if name in layer.names else []
+            layer._disable_adapters = not shown
+            layer._active_adapter = [one for one in shown if one in layer.names]
+            layer.strengths = shown
         for parameter, _ in before.flags:
             parameter.requires_grad_(False)
         for dropout, _ in before.dropouts:
             dropout.eval()
-        if name is not None and train:
-            for layer in adapted(model, name).values():
-                layer.lora_dropout[name].train()
-            for parameter in parameters(model, name):
-                parameter.requires_grad_(True)
+        if train:
+            for one in shown:
+                for layer in adapted(model, one).values():
+                    layer.lora_dropout[one].train()
+                for parameter in parameters(model, one):
+                    parameter.requires_grad_(True)
         yield
     finally:
         _restore(before)
@@ -271,22 +288,26 @@ def active(model: nn.Module, name: str | None, train: bool = False) -> Iterator[
 class _State(NamedTuple):
     """Which adapter every layer applies, and which parameters train."""
 
-    layers: list[tuple[LoraLinear, list[str], bool]]
+    layers: list[tuple[LoraLinear, list[str], bool, Mapping[str, float]]]
     flags: list[tuple[nn.Parameter, bool]]
     dropouts: list[tuple[nn.Module, bool]]
 
 
 def _state(model: nn.Module) -> _State:
-    layers = [(layer, list(layer.active_adapters), layer.disable_adapters) for layer in _layers(model).values()]
+    layers = [
+        (layer, list(layer.active_adapters), layer.disable_adapters, layer.strengths)
+        for layer in _layers(model).values()
+    ]
     flags = [(p, p.requires_grad) for name in adapter_names(model) for p in parameters(model, name)]
     dropouts = [(d, d.training) for layer in _layers(model).values() for d in layer.lora_dropout.values()]
     return _State(layers, flags, dropouts)
 
 
 def _restore(state: _State) -> None:
-    for layer, names, disabled in state.layers:
+    for layer, names, disabled, strengths in state.layers:
         layer._disable_adapters = disabled
         layer._active_adapter = names
+        layer.strengths = strengths
     for parameter, flag in state.flags:
         parameter.requires_grad_(flag)
     for dropout, flag in state.dropouts:
@@ -301,6 +322,13 @@ def to_canonical(model: nn.Module, name: str) -> Trained:
         settings = LoraSettings("lora", layer.r[name], layer.lora_alpha[name], layer.use_rslora[name])
         modules[module] = layer.canonical(name, settings.file_alpha, dtype)
     return modules
+
+
+def move(model: nn.Module, name: str, device: torch.device | str) -> None:
+    """Puts the adapter's weights on a device, such as the CPU while it is not active."""
+    with torch.inference_mode(False), torch.no_grad():
+        for layer in adapted(model, name).values():
+            layer.move(name, device)
 
 
 def remove(model: nn.Module, name: str) -> None:

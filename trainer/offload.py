@@ -6,6 +6,8 @@ take turns: while one block computes, the next one's weights are copied into the
 The numbers are the same as with all blocks on the device: only where a weight lies changes.
 
 Adapters, norms and modulation tables stay on the device.
+
+Who shares the device with others can ask for the slots' memory: `park` gives it back, `unpark` takes it again.
 """
 
 from __future__ import annotations
@@ -65,8 +67,11 @@ class HostBlock:
 class Slot:
     """Room for one block on the device, and which block is in it."""
 
-    def __init__(self, bytes: int, device: torch.device) -> None:
+    def __init__(self, bytes: int, device: torch.device, stream: torch.cuda.Stream | None) -> None:
         self.flat = torch.empty(bytes, dtype=torch.uint8, device=device)
+        if stream is not None:
+            # A copy may be under way when the base is freed: its memory then waits for that.
+            self.flat.record_stream(stream)
         self.block: int | None = None
         self.copied: torch.cuda.Event | None = None
 
@@ -85,17 +90,12 @@ class BlocksOnCPU:
             blocks: in the order in which they run, their Linears frozen, on whatever device.
             device: where they compute.
         """
-        device = torch.device(device)
+        self.device = device = torch.device(device)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         with torch.inference_mode(False), torch.no_grad():
             self.host = [HostBlock(block, device) for block in blocks]
-            size = max(block.flat.numel() for block in self.host)
-            self.slots = [Slot(size, device) for _ in range(min(SLOTS, len(blocks)))]
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self.stream is not None:
-            for slot in self.slots:
-                # A copy may be under way when the base is freed: its memory then waits for that.
-                slot.flat.record_stream(self.stream)
-        self.device = device
+        self.slots: list[Slot] = []
+        self.unpark()
         for index, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self._before, index))
             block.register_forward_hook(partial(self._after, index))
@@ -107,6 +107,29 @@ class BlocksOnCPU:
     @property
     def host_bytes(self) -> int:
         return sum(block.flat.numel() for block in self.host)
+
+    @property
+    def device_bytes(self) -> int:
+        """What the slots take on the device, parked or not."""
+        return min(SLOTS, self.count) * max(block.flat.numel() for block in self.host)
+
+    @property
+    def parked(self) -> bool:
+        """Whether the slots' memory has been given back: no block can compute on the device."""
+        return not self.slots
+
+    def park(self) -> None:
+        """Gives the slots' memory on the device back; every block is read from host memory until `unpark`."""
+        for block in self.host:
+            block.bind(block.flat)
+        self.slots = []
+
+    def unpark(self) -> None:
+        """Takes the slots' memory again; nothing where they have it."""
+        if self.parked:
+            size = max(block.flat.numel() for block in self.host)
+            with torch.inference_mode(False):
+                self.slots = [Slot(size, self.device, self.stream) for _ in range(min(SLOTS, self.count))]
 
     # A module's hooks stand outside its `forward`, which checkpointing replaces: they run once in the forward pass, and
     # the hook on the output's gradient runs once in the backward pass, before the block is run again.
@@ -125,7 +148,12 @@ class BlocksOnCPU:
             index: of the block.
             step: 1 in a forward pass, -1 in a backward pass.
             wrap: the first block comes after the last, as when sampling.
+
+        Raises:
+            RuntimeError: the slots are parked.
         """
+        if self.parked:
+            raise RuntimeError("the blocks on the CPU are parked; unpark them before the model computes")
         with torch.inference_mode(False), torch.no_grad():
             slot = self._holding(index) or self._copy(index, self._free(keep=None))
             if slot.copied is not None:
