@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--base", type=Path, help="the base model's file, which some DoRAs ask for")
     convert.add_argument("--bake", action="store_true", help="make a DoRA the full change that it is to --base")
     convert.add_argument("--report", type=Path, metavar="JSON", help="write the comparison of every module there")
+    convert.add_argument("--skip-unknown", action="store_true", help="leave out, by name, keys that are not understood")
     convert.add_argument("--force", action="store_true", help="replace what is at the target")
     convert.set_defaults(command=_convert)
 
@@ -100,16 +101,18 @@ def _estimate(parsed: argparse.Namespace) -> None:
 def _convert(parsed: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from .lora_convert.convert import Report, convert_file, convert_folder
+    from .lora_convert.convert import Report, check_options, convert_file, convert_folder, files_of
 
+    check_options(parsed.to, parsed.rank, parsed.dtype)
     options = {"rank": parsed.rank, "dtype": parsed.dtype, "bake": parsed.bake, "force": parsed.force}
+    options["skip_unknown"] = parsed.skip_unknown
     if parsed.base:
         options |= _base(parsed.base)
     if parsed.report:
         _check_report(parsed.report, parsed.source, parsed.target, parsed.force)
     results: dict[str, Report | Exception] = {}
     if parsed.source.is_dir():
-        count = sum(1 for _ in parsed.source.rglob("*.safetensors"))
+        count = len(files_of(parsed.source, parsed.target))
         found = convert_folder(parsed.source, parsed.target, parsed.to, **options)
         for name, result in tqdm(found, total=count, unit="file", dynamic_ncols=True):
             results[str(name)] = result
@@ -163,7 +166,8 @@ def _said(name: str, report: Report) -> str:
     if report.truncation is not None:
         lines.append(f"  the chosen rank costs {report.truncation:.2%} of the whole; by module:")
         lines += [f"    {m.name}: {m.truncation:.2%}" for m in report.modules if m.truncation is not None]
-    return "\n".join([*lines, *(f"  {note}" for note in report.notes)])
+    lines += [f"  {note}" for note in report.notes]
+    return "\n".join([*lines, *(f"    left out: {key}" for key in report.left_out)])
 
 
 def _write_report(path: Path, results: Mapping[str, Report | Exception]) -> None:

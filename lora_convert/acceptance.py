@@ -123,9 +123,11 @@ def at_one_rank(pieces: list[Piece], target: Target, rank: int | None) -> list[P
         return pieces
     most, least = max(ranks), min(ranks)
     if rank is None:
+        exact = not any(isinstance(piece.change, LohaModule) for piece in pieces)
         raise CannotConvertError(
             f"{ranks[most]} has rank {most} and {ranks[least]} rank {least}; {target.reader} loads one rank for all "
-            f"modules; --rank {most} is exact, by zeros in those of less"
+            f"modules; --rank {most} "
+            + ("is exact, by zeros in those of less" if exact else "makes LoRAs of them, and says what that costs")
         )
     return [
         replace(piece, change=pad(piece.change, most)) if isinstance(piece.change, LoraModule) else piece

@@ -32,8 +32,6 @@ def _of_ai_toolkit(ranks: set[int], doras: set[str], kinds: set[str], family: st
             f"ranks are {min(ranks)} to {max(ranks)}: train on with linear: {max(ranks)} in ai-toolkit's settings, "
             "which cuts off what is beyond its rank when it loads"
         )
-    if doras:
-        yield "ai-toolkit writes the lengths of a DoRA, but starts them anew when it loads such a file to train on"
     if DIFF in kinds:
         yield "ai-toolkit loads full changes only of the layers that its settings train whole"
 

@@ -24,7 +24,9 @@ from .errors import CannotConvertError, LoraError
 from .files import write_state
 from .fusing import split
 from .low_rank import norm
-from .pieces import Base, Weights, title
+from .naming import title
+from .pieces import Base, Weights
+from .readers import FULLY, LOADS, verdict_of
 from .reading import LoraFile, open_lora, read_lora
 from .sizes import Sizes
 from .targets import TARGETS
@@ -70,6 +72,7 @@ class Report:
         modules: each of them.
         truncation: relative error of the whole by a chosen rank; None where none was chosen.
         notes: what the user should know, one sentence each.
+        left_out: keys of the source that were left out, as asked for.
     """
 
     family: str
@@ -79,6 +82,7 @@ class Report:
     modules: tuple[ModuleReport, ...]
     truncation: float | None = None
     notes: tuple[str, ...] = field(default=())
+    left_out: tuple[str, ...] = ()
 
     @property
     def worst(self) -> ModuleReport | None:
@@ -99,6 +103,7 @@ def convert_state(
     base: Base | None = None,
     sizes: Sizes | None = None,
     bake: bool = False,
+    skip_unknown: bool = False,
 ) -> tuple[dict[str, Tensor], dict[str, str], Report]:
     """Converts what stands in a file.
 
@@ -111,6 +116,7 @@ def convert_state(
         base: weights of the base model, where the mathematics asks for them (DoRA).
         sizes: shapes of the base, where it is not of the published size.
         bake: DoRA becomes the change that it makes to `base`.
+        skip_unknown: leave out keys that are not understood, or of a text encoder; the report names them.
 
     Returns:
         The new state, its header, and the report on the comparison.
@@ -118,17 +124,26 @@ def convert_state(
     Raises:
         LoraError: the source cannot be read, the target cannot express it, or the two do not agree.
     """
+    check_options(layout, rank, dtype)
+    source = read_lora(state, metadata, sizes, skip_unknown)
+    chosen = None if dtype is None else DTYPES[dtype]
+    written = write_lora(source, layout, dtype=chosen, rank=rank, bake=bake, base=base, sizes=sizes)
+    report = verify(source, written, layout, sizes, base, rank)
+    return written.state, written.metadata, report
+
+
+def check_options(layout: str, rank: int | None = None, dtype: str | None = None) -> None:
+    """That they are ones that there are; see `convert_state`.
+
+    Raises:
+        LoraError: the one that is not.
+    """
     if layout not in LAYOUTS:
         raise LoraError(f"layout {layout!r} is not known; choose one of {', '.join(LAYOUTS)}")
     if dtype is not None and dtype not in DTYPES:
         raise LoraError(f"dtype {dtype!r} is not known; choose one of {', '.join(DTYPES)}")
     if rank is not None and rank < 1:
         raise LoraError(f"rank is {rank}; wanted 1 or more")
-    source = read_lora(state, metadata, sizes)
-    chosen = None if dtype is None else DTYPES[dtype]
-    written = write_lora(source, layout, dtype=chosen, rank=rank, bake=bake, base=base, sizes=sizes)
-    report = verify(source, written, layout, sizes, base, rank)
-    return written.state, written.metadata, report
 
 
 def verify(
@@ -141,8 +156,12 @@ def verify(
 ) -> Report:
     """Compares what a reader of the target layout would compute with what the source says.
 
+    Two things have to hold: read back, every module is what it was; and by the rules of the layout's own reader, which
+    is not as tolerant as Graft's, it loads all of the file as what it says.
+
     Raises:
-        LoraError: a module that is not there, or differs by more than rounding and the chosen rank explain.
+        LoraError: a module that is not there, or differs by more than rounding and the chosen rank explain; a reader
+            that would not load the file fully.
     """
     sizes = sizes or Sizes.published(source.family)
     weights = Weights(source.family, base, sizes)
@@ -180,6 +199,13 @@ def verify(
             f"{worst.difference:.1e} where rounding explains {worst.allowed:.1e}; nothing was written: convert in "
             "fp32, or report it with the file's keys"
         )
+    reader = TARGETS[layout].reader
+    verdict = verdict_of(reader, written.state, written.metadata, after)
+    if verdict.loads != FULLY:
+        raise CannotConvertError(
+            f"{reader} would load the result {LOADS[verdict.loads]}: {verdict.reasons[0]}; nothing was written: choose "
+            "another target, or report it with the file's keys"
+        )
     return Report(
         source.family,
         source.producer,
@@ -188,6 +214,7 @@ def verify(
         tuple(reports),
         written.error if rank is not None else None,
         (*source.notes, *written.notes),
+        source.left_out,
     )
 
 
@@ -278,7 +305,7 @@ def convert_folder(
 ) -> Iterator[tuple[Path, Report | Exception]]:
     """Converts every safetensors file of a folder and its subfolders into the same places of another.
 
-    One that fails does not stop the others.
+    One that fails does not stop the others. What holds for none of them is said before the first.
 
     Args:
         source: the folder.
@@ -290,18 +317,33 @@ def convert_folder(
         Each file of the source, by its name within it, with its report or its error.
 
     Raises:
+        LoraError: as `files_of`; also options that there are not.
+    """
+    check_options(layout, options.get("rank"), options.get("dtype"))
+    return _each(Path(source), Path(target), files_of(source, target), layout, options)
+
+
+def files_of(source: str | Path, target: str | Path) -> list[Path]:
+    """Names, within the source, of the files that `convert_folder` converts: those under the target are not.
+
+    Raises:
         LoraError: the source is no folder, holds no such file, or is the target.
     """
     source, target = Path(source).resolve(), Path(target).resolve()
     if target == source or source.is_relative_to(target):
         raise CannotConvertError(f"{target} is the source itself, or holds it; it is not touched: give another folder")
-    files = sorted(path for path in source.rglob("*.safetensors") if not path.is_relative_to(target))
+    files = [path for path in source.rglob("*.safetensors") if not path.is_relative_to(target)]
     if not files:
-        raise LoraError(f"{source} holds no .safetensors files")
-    for path in files:
-        name = path.relative_to(source)
+        raise LoraError(f"{source} holds no .safetensors files; wanted a folder of LoRAs")
+    return sorted(path.relative_to(source) for path in files)
+
+
+def _each(
+    source: Path, target: Path, names: list[Path], layout: str, options: dict[str, Any]
+) -> Iterator[tuple[Path, Report | Exception]]:
+    for name in names:
         try:
-            yield name, convert_file(path, target / name, layout, **options)
+            yield name, convert_file(source / name, target / name, layout, **options)
         except (ValueError, RuntimeError, MemoryError, OSError) as error:  # LoraError is a ValueError
             yield name, error
 
@@ -316,6 +358,7 @@ def convert_file(
     sizes: Sizes | None = None,
     bake: bool = False,
     force: bool = False,
+    skip_unknown: bool = False,
 ) -> Report:
     """Converts a file; the result is put in place whole, after it was compared, or not at all.
 
@@ -336,8 +379,9 @@ def convert_file(
         raise FileExistsError(f"{target} exists already and is not overwritten unasked")
     if target.exists() and source.exists() and target.samefile(source):
         raise CannotConvertError(f"{target} is the source itself, which is not touched; give another target")
-    state, metadata = open_lora(source)
-    converted, header, report = convert_state(state, metadata, layout, rank, dtype, base, sizes, bake)
+    check_options(layout, rank, dtype)
+    state, metadata = open_lora(source, skip_unknown)
+    converted, header, report = convert_state(state, metadata, layout, rank, dtype, base, sizes, bake, skip_unknown)
     target.parent.mkdir(parents=True, exist_ok=True)
     write_state(target, converted, header, overwrite=force)
     return report
@@ -351,5 +395,6 @@ __all__ = [
     "convert_file",
     "convert_folder",
     "convert_state",
+    "files_of",
     "verify",
 ]

@@ -25,8 +25,8 @@ def atomic_file(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
         FileExistsError: `path` exists and `overwrite` was not asked for.
     """
     path = Path(path)
-    if path.exists() and not overwrite:
-        raise FileExistsError(f"{path} exists already and is not overwritten unasked")
+    if not overwrite and os.path.lexists(path):
+        raise _exists(path)
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
     os.close(descriptor)
     temporary = Path(name)
@@ -36,10 +36,33 @@ def atomic_file(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
         temporary.chmod(0o666 & ~_UMASK)
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        if overwrite:
+            os.replace(temporary, path)
+        else:
+            _put_in_place(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     _sync_folder(path.parent)
+
+
+def _exists(path: Path) -> FileExistsError:
+    return FileExistsError(f"{path} exists already and is not overwritten unasked")
+
+
+def _put_in_place(temporary: Path, path: Path) -> None:
+    """Gives a file its name unless something has that name already, also since a moment ago.
+
+    A hard link is made or refused in one step. File systems that have none (exFAT, some network drives) leave a moment
+    between the look and the renaming; on Windows, where a renaming is refused likewise, they do not.
+    """
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise _exists(path) from None
+    except OSError:
+        if os.path.lexists(path):
+            raise _exists(path) from None
+        os.rename(temporary, path)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -18,6 +18,7 @@ from .canonical import Change, DiffModule, Factor, LohaModule, LokrModule, LoraM
 from .dora import bake, with_row_magnitudes
 from .errors import BrokenModuleError, CannotConvertError
 from .low_rank import MAGNITUDES, alpha_at, as_lora, magnitudes, narrow, product_norm, truncate
+from .passes import copied, is_zero, live_columns
 
 __all__ = ["bake", "cut", "fuse", "split", "truncate"]
 
@@ -186,10 +187,7 @@ def _stack(like: Change, ups: Sequence[Tensor], downs: Sequence[Tensor], alpha: 
 
 def _trimmed(members: list[Change]) -> list[Change]:
     """Each without the ranks that another member alone has, as in a stack; see `split`."""
-    if not all(
-        isinstance(member, LoraModule) or (isinstance(member, LohaModule) and len(member.w1_b) == len(member.w2_b))
-        for member in members
-    ):
+    if not all(isinstance(member, LoraModule | LohaModule) for member in members):
         return members
     live = [_live(member) for member in members]
     if all(all(columns) for columns in live):
@@ -213,7 +211,7 @@ def _trimmed(members: list[Change]) -> list[Change]:
 
 def _live(member: Change) -> list[bool]:
     """Per rank: whether any of its columns is not zero."""
-    return torch.stack([up.any(0) for up in _ups(member)]).any(0).tolist()
+    return torch.stack([live_columns(up) for up in _ups(member)]).any(0).tolist()
 
 
 def _with_ranks(member: Change, kept: list[int]) -> Change:
@@ -239,8 +237,7 @@ def _merged(known: list[int], new: list[int]) -> list[int]:
 
 def _fused_stacks(split: Split) -> Change:
     """All LoRA, or all LoHa: the ranks of the members without repetition, their columns in blocks of rows."""
-    members = [member and _evened(member) for member in split.members]
-    present = [member for member in members if member is not None]
+    present = [member for member in split.members if member is not None]
     strongest = max(present, key=lambda member: abs(member.scale))
     downs = [_common([_downs(member)[i] for member in present]) for i in range(len(_downs(present[0])))]
     rows = [torch.cat(parts, dim=1) for parts in zip(*downs, strict=True)]
@@ -254,7 +251,7 @@ def _fused_stacks(split: Split) -> Change:
         ratios = [_ratio(member, strongest) if i == 0 else 1.0 for member in present]
         found = _common([_folded(_ups(member)[i], ratio) for member, ratio in zip(present, ratios, strict=True)])
         up = found[0].new_zeros(sum(split.rows), len(order))
-        blocks = [part for part, member in zip(up.split(split.rows), members, strict=True) if member is not None]
+        blocks = [part for part, member in zip(up.split(split.rows), split.members, strict=True) if member is not None]
         for block, part, columns in zip(blocks, found, places, strict=True):
             block[:, columns] = part
         ups.append(up)
@@ -346,17 +343,6 @@ def _independent(gram: Tensor) -> list[int]:
             lower[:, len(kept)] = column
             kept.append(i)
     return kept
-
-
-def _evened(member: Change) -> Change:
-    """A LoHa of two ranks with the smaller one filled up with zeros; anything else as it is."""
-    if not isinstance(member, LohaModule) or len(member.w1_b) == len(member.w2_b):
-        return member
-    rank = max(len(member.w1_b), len(member.w2_b))
-    pad = torch.nn.functional.pad
-    ups = [pad(up, (0, rank - up.shape[1])) for up in _ups(member)]
-    downs = [pad(down, (0, 0, 0, rank - len(down))) for down in _downs(member)]
-    return _stack(member, ups, downs, alpha_at(member.alpha, member.rank, rank))
 
 
 # LoKr
@@ -475,19 +461,19 @@ def _common(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _is_zero(member: Change) -> bool:
     if isinstance(member, DiffModule):
-        return not member.diff.any()
+        return is_zero(member.diff)
     if isinstance(member, LokrModule):
-        return not (member.w1[0] if isinstance(member.w1, tuple) else member.w1).any()
-    return not any(up.any() for up in _ups(member))
+        return is_zero(member.w1[0] if isinstance(member.w1, tuple) else member.w1)
+    return all(map(is_zero, _ups(member)))
 
 
 def _copied(member: Change) -> Change:
     """With its own copy of what members share."""
     if isinstance(member, LoraModule | LohaModule):
-        return _stack(member, _ups(member), [down.clone() for down in _downs(member)], _alpha(member))
+        return _stack(member, _ups(member), [copied(down) for down in _downs(member)], _alpha(member))
     if isinstance(member, LokrModule):
-        w1 = (member.w1[0], member.w1[1].clone()) if isinstance(member.w1, tuple) else member.w1
-        w2 = (member.w2[0].clone(), member.w2[1].clone()) if isinstance(member.w2, tuple) else member.w2.clone()
+        w1 = (member.w1[0], copied(member.w1[1])) if isinstance(member.w1, tuple) else member.w1
+        w2 = (copied(member.w2[0]), copied(member.w2[1])) if isinstance(member.w2, tuple) else copied(member.w2)
         return replace(member, w1=w1, w2=w2)
     return member
 

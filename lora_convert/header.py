@@ -47,10 +47,17 @@ class Header:
         if "lora_alpha" in self._metadata:
             alpha = _number("lora_alpha", self._metadata["lora_alpha"])
             given = self._metadata.get("lora_rank", self._metadata.get("r"))
-            return self._checked(key, "lora_alpha", alpha, rank, given)
-        if "ss_network_alpha" in self._metadata and self._metadata["ss_network_alpha"] != "None":
+            return self._checked(key, "lora_alpha", alpha, rank, given, self._flat_rslora())
+        if self._metadata.get("ss_network_alpha", "None") != "None":
             return self._from_kohya(key, rank)
         return None
+
+    def _flat_rslora(self) -> bool:
+        """Of a header in which every setting is a text of its own."""
+        text = self._metadata.get("use_rslora", "false")
+        if text.lower() not in ("true", "false"):
+            raise LoraError(f"the header's use_rslora is {shown(text)}; wanted true or false; write alpha keys instead")
+        return text.lower() == "true"
 
     def _from_peft(self, key: Key, rank: int) -> float | None:
         config = self._peft()
@@ -58,38 +65,45 @@ class Header:
         if alpha is None:
             return None
         given = self._pattern("rank_pattern", key, config.get("r"))
-        number = self._checked(key, ADAPTER_METADATA, _number("lora_alpha", alpha), rank, given)
-        return number * math.sqrt(rank) if config.get("use_rslora") is True else number
+        rslora = config.get("use_rslora")
+        if rslora is not None and not isinstance(rslora, bool):
+            # PEFT takes any text for true, "false" too.
+            raise LoraError(
+                f"the header's use_rslora is {shown(repr(rslora))}; wanted true or false; write alpha keys instead"
+            )
+        return self._checked(key, ADAPTER_METADATA, _number("lora_alpha", alpha), rank, given, bool(rslora))
 
     def _from_kohya(self, key: Key, rank: int) -> float | None:
         alpha = _number("ss_network_alpha", self._metadata["ss_network_alpha"])
         dim = self._metadata.get("ss_network_dim")
+        if alpha == 0:
+            # sd-scripts, musubi-tuner and LyCORIS train with the rank then, and write the 0 that they were given.
+            self._say("the header's ss_network_alpha of 0 stands for the rank, which is strength 1")
+            return float(rank)
         if key.pair == A_B:
             # sd-scripts and musubi-tuner write lora_down with an alpha of its own. Their converters, which write
             # lora_A, fold alpha in and leave the header as it was.
-            if dim is None or _number("ss_network_dim", dim) != alpha:
+            if dim in (None, "None") or _number("ss_network_dim", dim) != alpha:
                 self._say(
                     "the header's ss_network_alpha is not applied: in lora_A/lora_B files it is folded in already"
                 )
             return None
-        return self._checked(key, "ss_network_alpha", alpha, rank, dim)
+        return self._checked(key, "ss_network_alpha", alpha, rank, None if dim == "None" else dim)
 
-    def _checked(self, key: Key, name: str, alpha: float, rank: int, given: object) -> float:
-        """The alpha, if the header is about this rank."""
-        if given is None:
-            self._say(f"alpha {alpha:g} comes from the header ({name})")
-            return alpha
-        number = _number("the rank", given)
+    def _checked(self, key: Key, name: str, alpha: float, rank: int, given: object, rslora: bool = False) -> float:
+        """The alpha, if the header is about this rank; of an rsLoRA (alpha / √rank) the one that is divided by it."""
+        number = rank if given is None else _number("the rank", given)
         if number == rank:
-            self._say(f"alpha {alpha:g} comes from the header ({name})")
-            return alpha
-        if number == alpha:
-            # Strength 1 then as now.
+            self._say(f"alpha {alpha:g} comes from the header ({name}){', of an rsLoRA' if rslora else ''}")
+            return alpha * math.sqrt(rank) if rslora else alpha
+        if number == alpha and not rslora:
+            # Strength 1 then as now. That of an rsLoRA would be another at each rank.
             self._say(f"the header ({name}) gives another rank, {number:g}, than {shown(key.stem)} has, {rank}")
             return float(rank)
         raise LoraError(
-            f"{shown(key.stem)} has rank {rank}, but the header ({name}) says rank {number:g} with alpha {alpha:g}, so "
-            "it is another file's, and the strength is not known; write alpha keys, or take that out of the header"
+            f"{shown(key.stem)} has rank {rank}, but the header ({name}) says rank {number:g} with alpha {alpha:g}"
+            f"{' (rsLoRA)' if rslora else ''}, so it is another file's, and the strength is not known; write alpha "
+            "keys, or take that out of the header"
         )
 
     def _peft(self) -> dict[str, Any]:

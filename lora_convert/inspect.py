@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .canonical import Change, DiffModule, LohaModule, LokrModule, LoraModule, Split
 from .low_rank import norm
-from .readers import NOT, Verdict, verdicts
+from .readers import LOADS, Verdict, verdicts
 from .reading import open_lora, read_lora
 from .sizes import Sizes
 from .tables import TABLES, Table
@@ -104,7 +104,7 @@ class Inspection:
         lines = [line for name, fact in facts.items() for line in _wrapped(f"{name:<13}", fact)]
         lines += ["", *(_group(group) for group in self.groups), ""]
         for reader, verdict in self.verdicts.items():
-            lines.append(f"{reader:<13}{'not at all' if verdict.loads == NOT else verdict.loads}")
+            lines.append(f"{reader:<13}{LOADS[verdict.loads]}")
             lines += [line for reason in verdict.reasons for line in _wrapped(" " * 13 + "- ", reason)]
         if self.notes:
             lines += ["", *(line for note in self.notes for line in _wrapped("note: ", note))]

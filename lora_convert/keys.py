@@ -135,12 +135,12 @@ def refuse_strangers(found: Sorted) -> None:
     if found.unknown:
         raise UnknownKeysError(
             f"{len(found.unknown)} keys are not understood: {some(found.unknown)}; wanted parts of a LoRA of "
-            f"{_titles()}; leave them out only if they are known to do nothing"
+            f"{_titles()}; leave them out (--skip-unknown) only if they are known to do nothing"
         )
     if found.text_encoder:
         raise UnknownKeysError(
             f"{len(found.text_encoder)} keys are of a text encoder: {some(found.text_encoder)}; no layout here holds "
-            "them; leave them out if the transformer's part is enough"
+            "them; leave them out (--skip-unknown) if the transformer's part is enough"
         )
 
 

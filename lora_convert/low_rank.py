@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from .canonical import Change, Factor, LohaModule, LokrModule, LoraModule
+from .errors import CannotConvertError
+from .passes import largest
 
 MAGNITUDES = tuple(field.name for field in fields(Change))
 """The lengths of a DoRA, by the names of `Change`."""
@@ -48,6 +50,9 @@ def as_lora(change: Change, copies: int = 1) -> LoraModule | None:
     its narrower side: with a decomposed w2 the rank is min(out₁, in₁) · rank. A Hadamard product of two matrices of
     rank r has rank r² (row-wise and column-wise Kronecker products of the factors). Products are kept in the dtype of
     the file where they fit it exactly, otherwise in fp32. Magnitudes are handed on.
+
+    Raises:
+        CannotConvertError: products that fp32 cannot hold.
     """
     if isinstance(change, LoraModule):
         return change
@@ -68,8 +73,17 @@ def as_lora(change: Change, copies: int = 1) -> LoraModule | None:
         down = (change.w1_b.float()[:, None, :] * change.w2_b.float()[None, :, :]).flatten(0, 1)
     else:
         return None
+    _check_range(up, down)
     alpha = change.alpha if change.rank is not None else 1.0
     return LoraModule(down, up, alpha_at(alpha, change.rank or 1, rank), **magnitudes(change))
+
+
+def _check_range(*products: Tensor) -> None:
+    if not all(math.isfinite(largest(product)) for product in products):
+        raise CannotConvertError(
+            "the products of its factors are beyond what fp32 can hold, as no change of a model is; is it broken? take "
+            "an earlier save"
+        )
 
 
 def product_norm(left: Tensor, right: Tensor) -> float:
@@ -120,6 +134,7 @@ def truncate(change: Change, rank: int) -> tuple[LoraModule, float]:
 
     Raises:
         ValueError: a rank below 1, a change of a vector.
+        CannotConvertError: products that fp32 cannot hold.
     """
     if rank < 1:
         raise ValueError(f"rank {rank} is not possible; wanted 1 or more")
@@ -133,7 +148,10 @@ def truncate(change: Change, rank: int) -> tuple[LoraModule, float]:
     elif low is not None:
         up, down, kept, dropped = _best_of_product(low.up.double() * low.scale, low.down.double(), rank)
     else:
-        up, down, kept, dropped = _best_of_dense(change.delta().double(), rank)
+        delta = change.delta()
+        _check_range(delta)
+        up, down, kept, dropped = _best_of_dense(delta.double(), rank)
+    _check_range(up.float(), down.float())
     module = LoraModule(down.float(), up.float(), float(len(kept)), **magnitudes(change))
     whole = math.hypot(kept.norm().item(), dropped)
     return module, dropped / whole if whole else 0.0

@@ -83,6 +83,14 @@ def spell(family: str, module: str, member: int | None = None, naming: str = OFF
     return name.replace(".", "_") if flat else name
 
 
+def title(family: str, module: str, member: int | None = None) -> str:
+    """A module's name in messages and reports: of q, k or v alone the official one where there is one."""
+    members = TABLES[family].members(module)
+    if member is None:
+        return module
+    return members[member] if members else f"{'qkv'[member]} of {module}"
+
+
 def _dotted(table: Table, module: str, member: int | None, naming: str) -> str | None:
     place = table.inside_of(module)
     if place is None or not table.is_joint(module):

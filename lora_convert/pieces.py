@@ -14,6 +14,7 @@ from .dora import bake
 from .errors import CannotConvertError, LoraError
 from .fusing import fuse, split, truncate
 from .low_rank import norm
+from .naming import title
 from .sizes import Sizes
 from .tables import TABLES
 from .targets import COLUMN, DIFF, LOHA, LOKR, LORA, PARAMETER, ROW, ROW_OVER_BASE, Target
@@ -167,17 +168,12 @@ def truncated(pieces: list[Piece], rank: int) -> tuple[list[Piece], dict[str, fl
             square = norm(change) ** 2
             whole += square
             if not (isinstance(change, LoraModule) and change.rank <= rank):
-                low, error = truncate(change, rank)
+                try:
+                    low, error = truncate(change, rank)
+                except LoraError as fault:
+                    raise type(fault)(f"{piece.name}: {fault}") from fault
                 errors[piece.name] = error
                 lost += error**2 * square
                 piece = replace(piece, change=low, dtype=piece.dtype or _dtype(change))
         found.append(piece)
     return found, errors, math.sqrt(lost / whole) if whole else 0.0
-
-
-def title(family: str, module: str, member: int | None) -> str:
-    """A module's name in messages and reports, of q, k or v apart too."""
-    members = TABLES[family].members(module)
-    if member is None:
-        return module
-    return members[member] if members else f"{'qkv'[member]} of {module}"

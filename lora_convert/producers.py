@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from .keys import A_B, DOWN_UP, Key
 from .naming import DIFFUSERS, OFFICIAL
 
+COMFYUI_TRAINER = "ComfyUI TrainLoraNode"
+
 
 @dataclass(frozen=True)
 class Style:
@@ -112,7 +114,7 @@ def producer_of(style: Style, metadata: Mapping[str, str], alphas: Iterable[floa
         if "magnitude" in parts:
             return "ai-toolkit"
         if style.pair == DOWN_UP and not metadata and alphas == {1.0}:
-            return "ComfyUI TrainLoraNode"
+            return COMFYUI_TRAINER
     if style.prefix == "" and style.pair == A_B:
         return "OneTrainer"
     return f"unknown ({layout_of(style)})"

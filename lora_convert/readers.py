@@ -16,6 +16,8 @@ from .reader_rules import LOST, READERS, REFUSED, REMARK, WRONG, Rule, Seen, Who
 from .reading import LoraFile
 
 FULLY, PARTLY, WRONGLY, NOT = "fully", "partly", "wrongly", "not"
+LOADS = {FULLY: "fully", PARTLY: "partly", WRONGLY: "wrongly", NOT: "not at all"}
+"""As sentences say it."""
 _FACTORS = ("down", "up", "hada_w1_a", "lokr_w1", "lokr_w1_a", "lokr_w2", "lokr_w2_a", "diff", "diff_b")
 
 
@@ -41,10 +43,19 @@ def verdicts(state: Mapping[str, Tensor], metadata: Mapping[str, str], file: Lor
         metadata: of its header.
         file: the same, read.
     """
+    whole = _whole(state, metadata, file)
+    return {reader: _verdict(rules, whole) for reader, rules in READERS.items()}
+
+
+def verdict_of(reader: str, state: Mapping[str, Tensor], metadata: Mapping[str, str], file: LoraFile) -> Verdict:
+    """That of one reader; the other arguments are those of `verdicts`."""
+    return _verdict(READERS[reader], _whole(state, metadata, file))
+
+
+def _whole(state: Mapping[str, Tensor], metadata: Mapping[str, str], file: LoraFile) -> Whole:
     found = sort_keys(state)
     seen = [one for key in found.keys if (one := _see(key, state, file)) is not None]
-    whole = Whole(file.family, metadata, seen)
-    return {reader: _verdict(rules, whole) for reader, rules in READERS.items()}
+    return Whole(file.family, metadata, seen)
 
 
 def _see(key: Key, state: Mapping[str, Tensor], file: LoraFile) -> Seen | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -19,13 +20,18 @@ from .files import read_state
 from .header import Header
 from .headers import OVER_BASE
 from .keys import Key, refuse_strangers, shown, some, sort_keys
-from .producers import layout_of, producer_of, style_of
+from .naming import title
+from .passes import largest
+from .producers import COMFYUI_TRAINER, layout_of, producer_of, style_of
 from .sizes import Shape, Sizes
 from .tables import TABLES
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 FLOAT8 = tuple(t for t in (getattr(torch, n, None) for n in ("float8_e4m3fn", "float8_e5m2")) if t is not None)
-MEMBERS = "qkv"
+NUMBERS = (*FLOATS, *FLOAT8, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+"""What an alpha may be; of other dtypes torch cannot make numbers."""
+_MOST = torch.finfo(torch.float32).max
+_AGAIN = "export it again from the program that trained it"
 
 _LOHA = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
 
@@ -45,6 +51,7 @@ class LoraFile:
         fused: whether q, k and v are one; None where the file changes none of them.
         metadata: of the header.
         notes: what a user should know.
+        left_out: keys that were left out on request.
     """
 
     family: str
@@ -55,6 +62,7 @@ class LoraFile:
     fused: bool | None
     metadata: dict[str, str]
     notes: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass
@@ -127,11 +135,10 @@ def read_lora(
     metadata = dict(metadata or {})
     found = sort_keys(state)
     notes: list[str] = []
-    if skip_unknown:
-        if left := found.unknown + found.text_encoder:
-            notes.append(f"{len(left)} keys were left out: {some(left)}")
-    else:
+    if not skip_unknown:
         refuse_strangers(found)
+    if left := found.unknown + found.text_encoder:
+        notes.append(f"{len(left)} keys were left out: {some(left)}")
     sizes = sizes or _sizes(found.keys, state)
     groups = _grouped(found.keys, state, sizes.family)
     notes += _without_placeholders(groups)
@@ -139,10 +146,12 @@ def read_lora(
     style = style_of(found.keys, sizes.family, fused)
     alphas = [_scalar(key.text, state[key.text]) for key in found.keys if key.part == "alpha"]
     producer = producer_of(style, metadata, alphas, (key.part for key in found.keys))
-    reader = _Reader(sizes, Header(metadata), _over_base(metadata, producer))
+    said = _says_over_base(metadata)
+    reader = _Reader(sizes, Header(metadata), said, not said and producer == COMFYUI_TRAINER)
     modules, biases = reader.read(groups)
+    notes += reader.notes()
     return LoraFile(
-        sizes.family, modules, biases, producer, layout_of(style), fused, metadata, (*notes, *reader.notes())
+        sizes.family, modules, biases, producer, layout_of(style), fused, metadata, tuple(notes), tuple(left)
     )
 
 
@@ -188,15 +197,11 @@ def _grouped(keys: list[Key], state: Mapping[str, Tensor], family: str) -> dict[
         if key.part in group.parts or (spelled.prefix, spelled.stem) != (key.prefix, key.stem):
             other = group.keys.get(key.part, spelled)
             raise BrokenModuleError(
-                f"{_called(place.module, place.member)} is spelled in two ways, {shown(other.text)} and "
+                f"{title(family, place.module, place.member)} is spelled in two ways, {shown(other.text)} and "
                 f"{shown(key.text)}; wanted one; take the other out"
             )
         group.parts[key.part], group.keys[key.part] = state[key.text], key
     return groups
-
-
-def _called(module: str, member: int | None) -> str:
-    return module if member is None else f"{MEMBERS[member]} of {module}"
 
 
 def _without_placeholders(groups: dict[Name, _Group]) -> list[str]:
@@ -227,7 +232,8 @@ def _is_zero(group: _Group) -> bool:
     """Whether one of the factors, of which dW is a product, is zero."""
     strengths = ("alpha", "dora_scale", "magnitude", "diff_b")
     factors = [tensor for part, tensor in group.parts.items() if part not in strengths]
-    return bool(factors) and any(not tensor.float().any() for tensor in factors)
+    # What is no number is refused later, by name.
+    return any(tensor.dtype in NUMBERS and not tensor.float().any() for tensor in factors)
 
 
 def _fused(groups: dict[Name, _Group], sizes: Sizes) -> bool | None:
@@ -235,14 +241,13 @@ def _fused(groups: dict[Name, _Group], sizes: Sizes) -> bool | None:
     return None if not kinds else kinds == {True}
 
 
-def _over_base(metadata: Mapping[str, str], producer: str) -> bool:
-    """Whether a `dora_scale` per row stands over ‖W‖, as ComfyUI computes, and not over ‖W + dW‖."""
+def _says_over_base(metadata: Mapping[str, str]) -> bool:
+    """Whether the header says that a `dora_scale` per row stands over ‖W‖, as ComfyUI computes, not over ‖W + dW‖."""
     try:
         ours = json.loads(metadata.get("graft", "{}"))
     except (ValueError, RecursionError):
         ours = {}
-    said = ours.get("dora_scale") if isinstance(ours, dict) else None
-    return said == OVER_BASE or producer == "ComfyUI TrainLoraNode"
+    return isinstance(ours, dict) and ours.get("dora_scale") == OVER_BASE
 
 
 def _scalar(key: str, tensor: Tensor) -> float:
@@ -251,12 +256,17 @@ def _scalar(key: str, tensor: Tensor) -> float:
     Raises:
         BrokenModuleError: it is not one finite number.
     """
-    if tensor.numel() != 1 or tensor.dtype.is_complex:
-        raise BrokenModuleError(f"{shown(key)} is {_described(tensor)}; wanted one number")
+    if tensor.numel() != 1 or tensor.dtype not in NUMBERS:
+        raise BrokenModuleError(f"{shown(key)} is {_described(tensor)}; wanted one number; write it as one in fp32")
     value = tensor.float().item()
-    if not torch.isfinite(torch.tensor(value)):
-        raise BrokenModuleError(f"{shown(key)} is {value}; wanted a finite number; the file is damaged")
+    if not math.isfinite(value):
+        raise BrokenModuleError(f"{shown(key)} is {value}; wanted a finite number; the file is damaged, {_AGAIN}")
     return value
+
+
+def _ending(key: Key) -> str:
+    """What follows the module's name."""
+    return key.text[len(key.prefix) + len(key.stem) :]
 
 
 def _described(tensor: Tensor) -> str:
@@ -265,11 +275,22 @@ def _described(tensor: Tensor) -> str:
 
 @dataclass
 class _Reader:
-    """Tensors of modules → changes."""
+    """Tensors of modules → changes.
+
+    Attributes:
+        sizes: of the model.
+        header: what it says of strengths.
+        over_base: it says that a `dora_scale` by row stands over ‖W‖.
+        guessed_over_base: it says nothing, but the keys are like those of a program whose `dora_scale` does.
+        endings: those of a lora_A that has its lora_B, anywhere in the file.
+        counted: what is to be noted → how many modules it is about.
+    """
 
     sizes: Sizes
     header: Header
     over_base: bool
+    guessed_over_base: bool
+    endings: set[str] = field(default_factory=set)
     counted: Counter[str] = field(default_factory=Counter)
 
     @cached_property
@@ -283,8 +304,11 @@ class _Reader:
     def read(self, groups: dict[Name, _Group]) -> tuple[dict[str, Change | Split], dict[str, Tensor]]:
         modules: dict[str, Change | Split] = {}
         biases: dict[str, Tensor] = {}
+        self.endings = {
+            _ending(group.keys["down"]) for group in groups.values() if {"down", "up"} <= group.parts.keys()
+        }
         for (module, member), group in groups.items():
-            called = _called(module, member)
+            called = title(self.sizes.family, module, member)
             shape = self._shape(module, member)
             bias = group.parts.pop("diff_b", None)
             if bias is not None and (bias := self._bias(called, module, bias)) is not None:
@@ -311,12 +335,15 @@ class _Reader:
         if length is None:
             if bias.float().any():
                 raise BrokenModuleError(
-                    f"{called} has a diff_b, but the model has no bias there; is it another model's?"
+                    f"{called} has a diff_b, but the model has no bias there; is it another model's? give the base "
+                    "that it is for, or take that key out"
                 )
             self.counted["have a diff_b of zero where the model has no bias; it was left out"] += 1
             return None
         if len(bias) != length:
-            raise BrokenModuleError(f"{called} has a diff_b of {len(bias)}; the model's bias has {length}")
+            raise BrokenModuleError(
+                f"{called} has a diff_b of {len(bias)}; the model's bias has {length}; give the base that it is for"
+            )
         return bias
 
     def _change(self, called: str, group: _Group, shape: Shape) -> Change:
@@ -328,11 +355,13 @@ class _Reader:
         change = self._of_kind(called, group, parts, shape)
         if parts:
             raise BrokenModuleError(
-                f"{called} has {there}; {', '.join(parts)} cannot go with the rest; wanted parts of one kind of adapter"
+                f"{called} has {there}; {', '.join(parts)} cannot go with the rest; wanted parts of one kind of "
+                "adapter; take those of the other out"
             )
         if change.shape != shape:
             raise BrokenModuleError(
-                f"{called} has a change of {list(change.shape)}; wanted {list(shape)}; is it for another base?"
+                f"{called} has a change of {list(change.shape)}; wanted {list(shape)}; is it for another base? give "
+                "the one that it is for"
             )
         if change.scale == 0:
             self.counted["have alpha 0 and change nothing"] += 1
@@ -345,7 +374,12 @@ class _Reader:
         there = ", ".join(parts) or "nothing"
         magnitudes = self._magnitudes(called, parts, shape)
         if "down" in parts and "up" not in parts and "alpha" not in parts and tuple(parts["down"].shape) == shape:
-            # ai-toolkit's full rank, whose lora_A is dW itself.
+            # ai-toolkit's full rank, whose lora_A is dW itself: of every module, and never beside pairs.
+            if (ending := _ending(group.keys["down"])) in self.endings:
+                raise BrokenModuleError(
+                    f"{called} has a {ending.lstrip('._')} of the weight's own shape without its other half, which "
+                    f"others in the file have; was it lost? {_AGAIN}, or call the key .diff if it is a full change"
+                )
             return DiffModule(parts.pop("down"), **magnitudes)
         if {"down", "up"} <= parts.keys():
             down, up = self._product(called, "lora_up and lora_down", parts.pop("up"), parts.pop("down"))[::-1]
@@ -354,7 +388,9 @@ class _Reader:
             w1 = self._product(called, "hada_w1", parts.pop("hada_w1_a"), parts.pop("hada_w1_b"))
             w2 = self._product(called, "hada_w2", parts.pop("hada_w2_a"), parts.pop("hada_w2_b"))
             if w1[0].shape != w2[0].shape or w1[1].shape != w2[1].shape:
-                raise BrokenModuleError(f"{called} has hada_w1 and hada_w2 of different shapes; wanted the same")
+                raise BrokenModuleError(
+                    f"{called} has hada_w1 and hada_w2 of different shapes; wanted the same; it is damaged, {_AGAIN}"
+                )
             return LohaModule(*w1, *w2, self._alpha(called, group, parts, len(w1[1])), **magnitudes)
         first, second = (self._factor(called, parts, name) for name in ("lokr_w1", "lokr_w2"))
         if first is not None and second is not None:
@@ -365,7 +401,8 @@ class _Reader:
             parts.pop("alpha", None)
             return DiffModule(parts.pop("diff"), **magnitudes)
         raise BrokenModuleError(
-            f"{called} has only {there}; wanted lora_down and lora_up, the four of hada, lokr_w1 and lokr_w2, or diff"
+            f"{called} has only {there}; wanted lora_down and lora_up, the four of hada, lokr_w1 and lokr_w2, or diff; "
+            f"{_AGAIN}, or take the module out"
         )
 
     def _factor(self, called: str, parts: dict[str, Tensor], name: str) -> Factor | None:
@@ -383,15 +420,22 @@ class _Reader:
         rank = right.shape[0]
         if left.shape[1] != rank:
             raise BrokenModuleError(
-                f"{called} has {name} of {list(left.shape)} and {list(right.shape)}; wanted one rank; it is damaged"
+                f"{called} has {name} of {list(left.shape)} and {list(right.shape)}; wanted one rank; it is damaged, "
+                f"{_AGAIN}"
             )
         if not 1 <= rank <= self.longest:
-            raise BrokenModuleError(f"{called} has {name} of rank {rank}; wanted 1 to {self.longest}")
+            raise BrokenModuleError(
+                f"{called} has {name} of rank {rank}; wanted 1 to {self.longest}, the model's longest side; is it for "
+                "another base? give the one that it is for"
+            )
         return left, right
 
     def _two_dimensions(self, called: str, name: str, tensor: Tensor) -> None:
         if tensor.ndim != 2:
-            raise BrokenModuleError(f"{called} has {name} of shape {list(tensor.shape)}; wanted two dimensions")
+            raise BrokenModuleError(
+                f"{called} has {name} of shape {list(tensor.shape)}; wanted two dimensions, as of a Linear; take the "
+                "module out, or merge the file into its base"
+            )
 
     def _alpha(self, called: str, group: _Group, parts: dict[str, Tensor], rank: int | None) -> float:
         """The module's own, else the header's, else that of strength 1."""
@@ -409,9 +453,19 @@ class _Reader:
         if not given:
             return {}
         if len(given) > 1:
-            raise BrokenModuleError(f"{called} has a magnitude and a dora_scale; wanted one of them")
+            raise BrokenModuleError(f"{called} has a magnitude and a dora_scale; wanted one of them; take one out")
         part, tensor = given[0]
-        kind = "magnitude_over_base" if part == "dora_scale" and self.over_base else "magnitude"
+        lengths = self._lengths(called, part, tensor, shape)
+        if self.guessed_over_base and "magnitude_over_base" in lengths:
+            self.counted[
+                f"have a dora_scale that is taken as over the norm of W, since the file is like {COMFYUI_TRAINER}'s; "
+                "if another program wrote it, its strength is another"
+            ] += 1
+        return lengths
+
+    def _lengths(self, called: str, part: str, tensor: Tensor, shape: Shape) -> dict[str, Tensor]:
+        over_base = part == "dora_scale" and (self.over_base or self.guessed_over_base)
+        kind = "magnitude_over_base" if over_base else "magnitude"
         dims = tuple(tensor.shape)
         if len(shape) == 2:
             out, columns = shape
@@ -428,7 +482,8 @@ class _Reader:
             if dims == (columns,) and part == "dora_scale":
                 return {"column_magnitude": tensor}
         raise BrokenModuleError(
-            f"{called} has a {part} of {list(dims)}; for a weight of {list(shape)} wanted one number a row or a column"
+            f"{called} has a {part} of {list(dims)}; for a weight of {list(shape)} wanted one number a row or a "
+            "column; is it for another base? give the one that it is for"
         )
 
     def _sound(self, called: str, part: str, tensor: Tensor, dimensions: tuple[int, ...]) -> Tensor:
@@ -437,14 +492,22 @@ class _Reader:
             self.counted["have parts in fp8; they are held in bf16, which is exact"] += 1
             tensor = tensor.to(torch.bfloat16)
         if tensor.dtype not in FLOATS:
-            raise BrokenModuleError(f"{called} has {part} of {_described(tensor)}; wanted floating point numbers")
+            raise BrokenModuleError(
+                f"{called} has {part} of {_described(tensor)}; wanted floating point numbers; {_AGAIN} in bf16 or fp32"
+            )
         if tensor.ndim not in dimensions or not tensor.numel():
             raise BrokenModuleError(
                 f"{called} has {part} of shape {list(tensor.shape)}; wanted {' or '.join(map(str, dimensions))} "
-                "dimensions, none of them 0"
+                f"dimensions, none of them 0; it is damaged, {_AGAIN}"
             )
-        # NaN comes through both; much faster than isfinite, and without a copy.
-        low, high = torch.aminmax(tensor)
-        if not (torch.isfinite(low) and torch.isfinite(high)):
-            raise BrokenModuleError(f"{called} has {part} with values that are not finite (NaN or inf); it is broken")
+        most = largest(tensor)
+        if not math.isfinite(most):
+            raise BrokenModuleError(
+                f"{called} has {part} with values that are not finite (NaN or inf); it is broken: take an earlier save"
+            )
+        if most > _MOST:
+            raise BrokenModuleError(
+                f"{called} has {part} with values up to {most:.1e}; wanted what fp32 can hold; it is broken: take an "
+                "earlier save"
+            )
         return tensor

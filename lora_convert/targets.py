@@ -112,6 +112,7 @@ KOHYA = Target(
     one_kind=True,
     whole_w1=True,
 )
+# No DoRA: it writes the lengths, but starts them anew when it loads such a file to train on.
 AI_TOOLKIT = Target(
     name="ai-toolkit",
     reader="ai-toolkit",
@@ -119,9 +120,8 @@ AI_TOOLKIT = Target(
     naming=_OFFICIAL,
     fused=_AS_OFFICIAL,
     kinds=frozenset((LORA, LOKR, DIFF)),
-    magnitudes={ROW: "magnitude"},
-    dora_kinds=frozenset((LORA,)),
-    magnitude_columns=False,
+    magnitudes={},
+    dora_kinds=frozenset(),
     alpha=False,
     one_kind=True,
     folds_lokr=True,

@@ -6,6 +6,7 @@ changed in silence. What each of them takes stands in targets.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -15,10 +16,11 @@ from torch import Tensor
 from . import headers
 from .acceptance import at_one_rank, refuse_kinds, with_lengths
 from .advice import notes
-from .canonical import Change, LohaModule, LokrModule, LoraModule
+from .canonical import Change, LohaModule, LokrModule, LoraModule, members_of
 from .errors import CannotConvertError
 from .folding import fold, fold_lokr, whole_w1
 from .naming import spell
+from .passes import copied, largest
 from .pieces import Base, Piece, Weights, baked, fields, gather, kind, shaped, truncated
 from .reading import LoraFile
 from .sizes import Sizes
@@ -90,7 +92,8 @@ def write_lora(
     pieces = with_lengths(pieces, target, weights)
     pieces = at_one_rank(pieces, target, rank)
     pieces, cost = _folded(pieces, target, dtype)
-    state = _state(pieces, file.biases, target, file.family, dtype)
+    read = [t for entry in file.modules.values() for change in members_of(entry) for t in change.factors().values()]
+    state = _state(pieces, file.biases, target, file.family, dtype, read)
     return Written(
         state,
         _header(file.metadata, pieces, target, file.family),
@@ -119,22 +122,30 @@ def _folded(pieces: list[Piece], target: Target, dtype: torch.dtype | None) -> t
 
 
 def _state(
-    pieces: Iterable[Piece], biases: Mapping[str, Tensor], target: Target, family: str, dtype: torch.dtype | None
+    pieces: Iterable[Piece],
+    biases: Mapping[str, Tensor],
+    target: Target,
+    family: str,
+    dtype: torch.dtype | None,
+    read: Iterable[Tensor],
 ) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     storages: set[int] = set()
+    # Reading has seen these to be finite; what shares their storage is a cut of them.
+    sound = {tensor.untyped_storage().data_ptr() for tensor in read}
 
     def put(key: str, tensor: Tensor, wanted: torch.dtype | None, name: str) -> None:
         converted = tensor.detach().to(wanted or tensor.dtype).contiguous()
-        # NaN comes through both; much faster than isfinite, and without a copy.
-        if converted.numel() and not all(bound.isfinite() for bound in torch.aminmax(converted)):
+        storage = converted.untyped_storage().data_ptr()
+        if storage not in sound and converted.numel() and not math.isfinite(largest(converted)):
+            way = "write bf16 or fp32" if converted.dtype == torch.float16 else "is it broken? take an earlier save"
             raise CannotConvertError(
-                f"{name} has values up to {tensor.abs().max():.3g}, which "
-                f"{str(converted.dtype).removeprefix('torch.')} cannot hold; write bf16 or fp32"
+                f"{name} has values up to {largest(tensor):.3g}, which "
+                f"{str(converted.dtype).removeprefix('torch.')} cannot hold; {way}"
             )
         # safetensors refuses keys that share storage.
-        if converted.untyped_storage().data_ptr() in storages:
-            converted = converted.clone()
+        if storage in storages:
+            converted = copied(converted)
         storages.add(converted.untyped_storage().data_ptr())
         state[key] = converted
 

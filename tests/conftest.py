@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -10,6 +11,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 import tiny
 import torch
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Every test draws the same numbers whatever ran before it in its worker, and no two tests the same ones."""
+    torch.manual_seed(zlib.crc32(item.nodeid.encode()))
 
 
 @pytest.fixture(params=tiny.NAMES)

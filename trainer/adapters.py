@@ -193,8 +193,8 @@ def inject(
     layers = adapted(model, name)
     if set(layers) != set(targets):
         raise RuntimeError(f"PEFT adapted {len(layers)} modules where {len(targets)} were chosen")
-    # To where the last norm is: a Linear's weight, or a text trunk, may wait on the CPU.
-    *_, last = model.parameters()
+    # To where the last norm is: a Linear's weight, a text trunk, or another adapter may wait on the CPU.
+    *_, last = (parameter for owner, parameter in model.named_parameters() if not is_adapters_own(owner))
     with torch.inference_mode(False):
         for layer in layers.values():
             layer.start(name, generator, last.device, dtype)
@@ -208,6 +208,11 @@ def linears(model: nn.Module) -> dict[str, nn.Linear]:
     """Every Linear of the bare model by official name: the adapters' own are left out, adapted ones are in."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     return {name.removesuffix(".base_layer"): module for name, module in found.items() if ".lora_" not in name}
+
+
+def is_adapters_own(name: str) -> bool:
+    """Whether a module or parameter of this name is part of an adapter, and not of the base."""
+    return any(part.startswith("lora_") or part == "lokr" for part in name.split("."))
 
 
 def _layers(model: nn.Module) -> dict[str, LoraLinear]:

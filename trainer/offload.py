@@ -27,6 +27,16 @@ SLOTS = 2
 ALIGNMENT = 256  # bytes, what CUDA kernels want of a tensor's start
 
 
+def aligned(bytes: int) -> int:
+    """What a tensor of so many bytes takes in a block's one piece of memory."""
+    return math.ceil(bytes / ALIGNMENT) * ALIGNMENT
+
+
+def slots_bytes(blocks: Sequence[Sequence[int]]) -> int:
+    """What the slots take on the device for blocks whose tensors have so many bytes."""
+    return min(SLOTS, len(blocks)) * max((sum(map(aligned, tensors)) for tensors in blocks), default=0)
+
+
 @dataclass(frozen=True)
 class Place:
     """Where one buffer of one layer stands in its block's bytes."""
@@ -51,7 +61,7 @@ class HostBlock:
             for name, buffer in layer.named_buffers():
                 bytes = buffer.numel() * buffer.element_size()
                 self.places.append(Place(layer, name, buffer.dtype, buffer.shape, size, bytes))
-                size += math.ceil(bytes / ALIGNMENT) * ALIGNMENT
+                size += aligned(bytes)
         self.flat = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         for place in self.places:
             place.view(self.flat).copy_(place.layer.get_buffer(place.name))
@@ -96,9 +106,10 @@ class BlocksOnCPU:
             self.host = [HostBlock(block, device) for block in blocks]
         self.slots: list[Slot] = []
         self.unpark()
+        self._hooks = []
         for index, block in enumerate(blocks):
-            block.register_forward_pre_hook(partial(self._before, index))
-            block.register_forward_hook(partial(self._after, index))
+            self._hooks.append(block.register_forward_pre_hook(partial(self._before, index)))
+            self._hooks.append(block.register_forward_hook(partial(self._after, index)))
 
     @property
     def count(self) -> int:
@@ -111,7 +122,7 @@ class BlocksOnCPU:
     @property
     def device_bytes(self) -> int:
         """What the slots take on the device, parked or not."""
-        return min(SLOTS, self.count) * max(block.flat.numel() for block in self.host)
+        return slots_bytes([[place.bytes for place in block.places] for block in self.host])
 
     @property
     def parked(self) -> bool:
@@ -130,6 +141,16 @@ class BlocksOnCPU:
             size = max(block.flat.numel() for block in self.host)
             with torch.inference_mode(False):
                 self.slots = [Slot(size, self.device, self.stream) for _ in range(min(SLOTS, self.count))]
+
+    def dissolve(self) -> None:
+        """Ends it: the weights are ordinary ones of their layers, in host memory, and follow the model's moves."""
+        self.park()
+        for hook in self._hooks:
+            hook.remove()
+        for place in (place for block in self.host for place in block.places):
+            place.layer.placed = False
+            # A copy each, since the block's one piece of memory is pinned.
+            place.layer._buffers[place.name] = place.layer.get_buffer(place.name).clone()
 
     # A module's hooks stand outside its `forward`, which checkpointing replaces: they run once in the forward pass, and
     # the hook on the output's gradient runs once in the backward pass, before the block is run again.

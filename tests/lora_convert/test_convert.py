@@ -364,3 +364,84 @@ def test_a_report_never_takes_the_place_of_a_lora(tmp_path, capsys, report):
     assert "the report" in capsys.readouterr().err
     assert source.read_bytes() == before
     assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_what_its_own_reader_would_not_load_is_not_put_in_place(tmp_path, monkeypatch):
+    """Graft's reader takes endings that ComfyUI's does not: read back, such a file is right."""
+    file = source_of("krea2", "ComfyUI")
+    save_file(file.state, tmp_path / "in.safetensors")
+    write_lora = convert_module.write_lora
+
+    def careless(*arguments, **options):
+        written = write_lora(*arguments, **options)
+        for key in list(written.state):
+            if "mlp.down.lora" in key:
+                written.state[key.replace(".lora_down.", ".lora_A.mine.").replace(".lora_up.", ".lora_B.mine.")] = (
+                    written.state.pop(key)
+                )
+        return written
+
+    monkeypatch.setattr(convert_module, "write_lora", careless)
+    with pytest.raises(LoraError, match=r"ComfyUI would load the result partly: it knows no such ending .*"):
+        convert_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "comfyui", sizes=sizes("krea2"))
+    assert [path.name for path in tmp_path.iterdir()] == ["in.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--to", "nonsense"], "layout 'nonsense' is not known"),
+        (["--to", "comfyui", "--dtype", "int3"], "dtype 'int3' is not known"),
+        (["--to", "comfyui", "--rank", "0"], "rank is 0"),
+    ],
+)
+def test_wrong_arguments_for_a_folder_are_said_once(tmp_path, capsys, arguments, message):
+    (tmp_path / "in").mkdir()
+    for name in "abc":
+        save_file(source_of("krea2", "diffusers").state, tmp_path / "in" / f"{name}.safetensors")
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out"), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("graft: error: ")
+    assert said.count(message) == said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    options = {"rank": 0} if "--rank" in arguments else {"dtype": "int3"} if "--dtype" in arguments else {}
+    with pytest.raises(LoraError, match=message):
+        convert_folder(tmp_path / "in", tmp_path / "out", arguments[1], **options)
+
+
+def test_progress_counts_the_files_that_are_converted(tmp_path, monkeypatch):
+    """Those of an output folder within the source are not."""
+    source, target = tmp_path / "in", tmp_path / "in" / "out"
+    target.mkdir(parents=True)
+    base = tiny.write(tiny.build("krea2"), tmp_path / "base.safetensors")
+    save_file(source_of("krea2", "diffusers").state, source / "a.safetensors")
+    for name in ("before", "before too"):
+        save_file(source_of("krea2", "diffusers").state, target / f"{name}.safetensors")
+    totals = []
+    monkeypatch.setattr("tqdm.tqdm", lambda found, total, **options: totals.append(total) or found)
+    assert main(["convert", str(source), str(target), "--to", "kohya", "--base", str(base)]) == 0
+    assert totals == [1]
+    assert (target / "a.safetensors").is_file()
+
+
+def test_unknown_keys_are_left_out_on_request_and_named(tmp_path, capsys):
+    base = tiny.write(tiny.build("krea2"), tmp_path / "base.safetensors")
+    strangers = ["diffusion_model.what.alpha", "lora_te_text_model_encoder_layers_0_mlp_fc1.alpha", "x", "y", "z"]
+    state = source_of("krea2", "diffusers").state | {name: torch.ones(1) for name in strangers}
+    save_file(state, tmp_path / "in.safetensors")
+    target, report = tmp_path / "out.safetensors", tmp_path / "r.json"
+    arguments = ["convert", str(tmp_path / "in.safetensors"), str(target), "--to", "comfyui", "--base", str(base)]
+    arguments += ["--report", str(report)]
+    assert main(arguments) == 2
+    assert "4 keys are not understood" in (said := capsys.readouterr().err)
+    assert "leave them out (--skip-unknown)" in said
+    assert not target.exists()
+    assert main([*arguments, "--skip-unknown"]) == 0
+    said = capsys.readouterr().out
+    (content,) = json.loads(report.read_text()).values()
+    assert sorted(content["left_out"]) == sorted(strangers)
+    assert all(f"left out: {name}\n" in said for name in strangers)
+    assert (
+        load_file(target).keys()
+        == convert_state(source_of("krea2", "diffusers").state, {}, "comfyui", sizes=sizes("krea2"))[0].keys()
+    )

@@ -310,17 +310,6 @@ def test_a_stack_with_a_member_of_zeros_and_lengths():
     identical(fuse(found), change)
 
 
-def test_loha_of_two_ranks_is_filled_up():
-    """Readers take each product by itself, and the rank from w1."""
-    one = loha(ROWS, 2, 3.0)
-    uneven = replace(one, w2_a=normal(5, ROWS, 3), w2_b=normal(6, 3, COLUMNS))
-    close(dense(split(uneven, GQA)), dense(uneven))
-    members = Split((loha(12, 2, 1.0), *split(uneven, GQA).members[1:]), GQA)
-    close(dense(fuse(members)), dense(members))
-    other_way = replace(one, w1_a=normal(5, ROWS, 3), w1_b=normal(6, 3, COLUMNS))
-    close(dense(fuse(split(other_way, GQA))), dense(other_way))
-
-
 def test_alpha_comes_back_after_a_change_of_rank():
     """Alphas of files are fp32; what fp64 rounds on the way, by thirds and tenths, would be another one."""
     for value in torch.linspace(0.1, 40, 400).tolist():

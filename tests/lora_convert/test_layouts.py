@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -216,6 +217,40 @@ def test_a_failed_overwrite_leaves_the_former_file(tmp_path):
     assert path.read_text() == "new"
     (tmp_path / "ordinary").touch()
     assert path.stat().st_mode == (tmp_path / "ordinary").stat().st_mode
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_that_came_while_another_was_written_is_not_overwritten(tmp_path, monkeypatch, links):
+    """Two runs with one target: the second to finish once took the first one's place."""
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    path = tmp_path / "a.txt"
+    with pytest.raises(FileExistsError, match="not overwritten unasked"), atomic_file(path) as temporary:
+        temporary.write_text("second")
+        path.write_text("first")
+    assert path.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def no_links(*_arguments):
+    raise PermissionError(1, "Operation not permitted")
+
+
+def test_a_file_system_without_hard_links_takes_files_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "link", no_links)
+    with atomic_file(tmp_path / "a.txt") as temporary:
+        temporary.write_text("whole")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.txt", "whole")]
+
+
+def test_between_the_look_and_the_name_nothing_can_come(tmp_path, monkeypatch):
+    """No look that says there is nothing makes it overwrite what is there."""
+    path = tmp_path / "a.txt"
+    path.write_text("first")
+    monkeypatch.setattr(os.path, "lexists", lambda path: False)
+    with pytest.raises(FileExistsError, match="not overwritten unasked"), atomic_file(path) as temporary:
+        temporary.write_text("second")
+    assert path.read_text() == "first"
 
 
 def test_needs_torch_and_safetensors_only():

@@ -267,6 +267,21 @@ def test_grafts_and_comfyuis_dora_scale_stands_over_the_base():
     assert torch.equal(column.column_magnitude, IN)
 
 
+def test_a_guess_on_what_a_dora_scale_is_is_said():
+    """No header and a strength of 1 are like ComfyUI's TrainLoraNode, and not only like it."""
+    module, scale = "layers.0.feed_forward.w1", {"dora_scale": OUT[:, None]}
+    strength_1 = {**RECTANGLE, "alpha": torch.tensor(1.0)}
+
+    def said(parts, metadata=None):
+        return any("taken as over the norm of W" in note for note in one("ideogram4", module, parts, metadata).notes)
+
+    assert said(strength_1 | scale)
+    assert not said(strength_1)
+    assert not said(strength_1 | scale, {"graft": json.dumps({"dora_scale": "over the norm of W"})})
+    assert not said(strength_1 | {"dora_scale": IN[None]})
+    assert not said(RECTANGLE | scale)
+
+
 def test_a_one_dimensional_dora_scale_on_a_square_weight_is_by_row():
     """ComfyUI would spread it over the columns."""
     found = one("krea2", "blocks.0.attn.gate", PAIR | {"dora_scale": IN}, {"ot_branch": "1"})

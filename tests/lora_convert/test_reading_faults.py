@@ -38,8 +38,14 @@ def gate(**parts):
 def refused(state, error, match, metadata=None, family="krea2"):
     with pytest.raises(error, match=match) as caught:
         read_lora(state, metadata or {}, sizes(family))
-    assert "\n" not in str(caught.value)
+    said = str(caught.value)
+    assert "\n" not in said
     assert isinstance(caught.value, LoraError)
+    if error is BrokenModuleError:
+        assert any(way in said for way in WAYS), f"no word on what to do: {said}"
+
+
+WAYS = ("take ", "give ", "export it again", "write it", "merge", "is the LoRA for another base?")
 
 
 NAN, INF = torch.full((3, 256), math.nan), torch.full((256, 3), -math.inf)
@@ -121,7 +127,7 @@ def test_q_of_the_wrong_length_is_named():
     """q's rows used for k and v, as other converters do under grouped queries."""
     state = write("krea2", lora(*A_B), "diffusion_model.", "official", only=("blocks.1.attn.qkv",)).state
     q, k = (f"diffusion_model.blocks.1.attn.{name}.lora_B.weight" for name in ("wq", "wk"))
-    refused(state | {k: state[q].clone()}, BrokenModuleError, r"k of blocks\.1\.attn\.qkv has a change of \[256, 256\]")
+    refused(state | {k: state[q].clone()}, BrokenModuleError, r"blocks\.1\.attn\.wk has a change of \[256, 256\]")
 
 
 def test_two_spellings_of_one_module_are_an_error():
@@ -246,6 +252,99 @@ def test_a_stale_header_is_an_error_and_not_a_strength(metadata):
     found = read_lora(gate(alpha=None), same, sizes("krea2"))
     assert found.modules["blocks.0.attn.gate"].scale == 1
     assert any("gives another rank, 8" in note for note in found.notes)
+
+
+def peft_settings(**settings):
+    return {"lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in settings.items()})}
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        peft_settings(r=16, lora_alpha=16, use_rslora=True),
+        {"lora_rank": "16", "lora_alpha": "16", "use_rslora": "True"},
+    ],
+)
+def test_an_rslora_of_another_rank_has_no_known_strength(metadata):
+    """Without the root, alpha = rank is strength 1 at any rank; with it, alpha / √16 is 4 and alpha / √3 is not."""
+    refused(gate(alpha=None), LoraError, r"rank 16 with alpha 16 \(rsLoRA\), so it is another file's", metadata)
+
+
+@pytest.mark.parametrize(("text", "scale"), [("true", 6 / math.sqrt(3)), ("False", 2.0)])
+def test_rslora_is_read_from_a_flat_header(text, scale):
+    metadata = {"lora_rank": "3", "lora_alpha": "6", "use_rslora": text}
+    found = read_lora(gate(alpha=None), metadata, sizes("krea2")).modules["blocks.0.attn.gate"]
+    assert found.scale == pytest.approx(scale)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        (peft_settings(r=3, lora_alpha=6, use_rslora="true"), "'true'"),
+        (peft_settings(r=3, lora_alpha=6, use_rslora="false"), "'false'"),
+        ({"lora_rank": "3", "lora_alpha": "6", "use_rslora": "perhaps"}, "perhaps"),
+    ],
+)
+def test_an_rslora_that_is_neither_true_nor_false_is_refused(metadata, said):
+    """PEFT takes any text for true; whoever wrote "false" meant something else."""
+    refused(gate(alpha=None), LoraError, f"use_rslora is {said}; wanted true or false", metadata)
+
+
+@pytest.mark.parametrize("dim", ["3", "16", "None", None])
+def test_kohyas_alpha_of_zero_is_the_rank(dim):
+    """sd-scripts, musubi-tuner and LyCORIS: `alpha = lora_dim if alpha is None or alpha == 0 else alpha`."""
+    metadata = {"ss_network_alpha": "0.0"} | ({} if dim is None else {"ss_network_dim": dim})
+    found = read_lora(gate(alpha=None), metadata, sizes("krea2"))
+    assert found.modules["blocks.0.attn.gate"].scale == 1
+    assert any("of 0 stands for the rank" in note for note in found.notes)
+
+
+def test_kohyas_dimension_may_be_none():
+    found = read_lora(gate(alpha=None), {"ss_network_alpha": "6", "ss_network_dim": "None"}, sizes("krea2"))
+    assert found.modules["blocks.0.attn.gate"].scale == 2
+
+
+def test_a_lost_lora_b_beside_pairs_is_no_full_change():
+    """At rank 256 its lora_A has the weight's own shape, and once became dW in silence."""
+    up = "diffusion_model.blocks.0.mlp.up"
+    shape = sizes("krea2").shape("blocks.0.mlp.up")
+    pair = {f"{up}.lora_A.weight": torch.randn(3, shape[1]), f"{up}.lora_B.weight": torch.randn(shape[0], 3)}
+    lone = {f"{GATE}.lora_A.weight": torch.randn(256, 256)}
+    refused(pair | lone, BrokenModuleError, r"gate has a lora_A\.weight of the weight's own shape .* was it lost\?")
+    # Alone, or beside what is spelled otherwise, it is ai-toolkit's full rank.
+    assert read_lora(lone, {}, sizes("krea2")).modules["blocks.0.attn.gate"].shape == (256, 256)
+    other = {f"{up}.diff": torch.randn(shape)}
+    assert len(read_lora(lone | other, {}, sizes("krea2")).modules) == 2
+
+
+@pytest.mark.parametrize("name", ["float4_e2m1fn_x2", "bits8", "complex64", "bool"])
+def test_an_alpha_that_is_no_number_is_one_error(name):
+    """torch has dtypes that it cannot convert, which was a NotImplementedError."""
+    dtype = getattr(torch, name, None)
+    if dtype is None:
+        pytest.skip(f"this torch has no {name}")
+    alpha = torch.zeros(1, dtype=torch.uint8).view(dtype) if dtype.itemsize == 1 else torch.zeros(1, dtype=dtype)
+    refused(
+        gate(alpha=alpha), BrokenModuleError, f"gate.alpha is {name} .*; wanted one number; write it as one in fp32"
+    )
+
+
+def test_a_placeholder_of_no_numbers_is_one_error():
+    only = ("blocks.1.attn.qkv",)
+    state = write("krea2", lora(*A_B), "transformer.", "fused", only=only).state
+    state |= write("krea2", lora(*A_B), "transformer.", "diffusers", only=only).state
+    dtype = getattr(torch, "float4_e2m1fn_x2", torch.complex64)
+    key = "transformer.transformer_blocks.1.attn.to_q.lora_A.weight"
+    state[key] = torch.zeros(8, dtype=torch.uint8).view(dtype)
+    refused(state, BrokenModuleError, "is there as one and as q, k, v apart")
+
+
+@pytest.mark.parametrize("value", [1e200, -1e39])
+def test_fp64_beyond_fp32_is_said_at_once(value):
+    """It once failed as infinite after the comparison, with the advice to write fp32."""
+    state = {f"{GATE}.diff": torch.full((256, 256), value, dtype=torch.float64)}
+    refused(state, BrokenModuleError, r"values up to 1\.0e\+(200|39); wanted what fp32 can hold; it is broken")
+    assert read_lora({f"{GATE}.diff": torch.full((256, 256), 1e38, dtype=torch.float64)}, {}, sizes("krea2")).modules
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

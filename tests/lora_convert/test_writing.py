@@ -349,7 +349,7 @@ def test_diffusers_is_not_given_what_it_cannot_load(change, word, model):
     assert tiny.relative(found, modules[name].delta()) == pytest.approx(written.errors[name], abs=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["diffusers", "ai-toolkit", "onetrainer", "simpletuner"])
+@pytest.mark.parametrize("layout", ["diffusers", "onetrainer", "simpletuner"])
 def test_a_dora_among_plain_loras_is_refused_or_made_one(layout, model):
     """PEFT, and the trainers likewise, give every module lengths, those of W where the file has none."""
     dora, plain = PLAIN[model.family], SQUARE[model.family]
@@ -561,11 +561,14 @@ def test_ai_toolkit_is_said_the_largest_rank(model):
     assert "ranks are 2 to 5: train on with linear: 5" in note
 
 
-def test_ai_toolkit_has_lengths_as_a_vector(model):
+@pytest.mark.parametrize("axis", ["magnitude", "magnitude_over_base"])
+def test_ai_toolkit_starts_lengths_anew_and_is_given_none(axis, model):
     name = PLAIN[model.family]
-    module = with_magnitudes(model, name, lora(model.weight(name).shape))
-    state = model.write({name: module}, "ai-toolkit").state
-    assert torch.equal(state[f"diffusion_model.{name}.magnitude"], module.magnitude)
+    module = replace(lora(model.weight(name).shape), **{axis: model.weight(name).norm(dim=1) * 1.1})
+    with pytest.raises(CannotConvertError, match=f"{name} is a LoRA with the lengths of a DoRA, .* bake them in"):
+        model.write({name: module}, "ai-toolkit")
+    state = model.write({name: module}, "ai-toolkit", base=model.base, bake=True).state
+    assert list(state) == [f"diffusion_model.{name}.diff"]
 
 
 # ---- OneTrainer
@@ -593,7 +596,7 @@ def test_the_two_axes_in_a_file_are_refused(model):
     with pytest.raises(CannotConvertError, match=f"{one} and {other} are DoRAs of different axes"):
         model.write(modules, "onetrainer")
     with pytest.raises(CannotConvertError, match=f"{other} is a DoRA by column"):
-        model.write(modules, "ai-toolkit")
+        model.write(modules, "diffusers")
 
 
 def test_onetrainer_has_one_rank_and_is_given_zeros_to_it(model):
@@ -606,6 +609,34 @@ def test_onetrainer_has_one_rank_and_is_given_zeros_to_it(model):
     assert written.errors == {}
     for name, delta in read_low_rank(written).items():
         assert tiny.relative(delta, modules[name.removeprefix("diffusion_model.")].delta()) < 1e-6
+
+
+def test_a_rank_for_lohas_is_not_called_exact(model):
+    """A LoHa of rank r has a matrix of up to r²: one rank for all is a truncation of it."""
+    one, other = PLAIN[model.family], SQUARE[model.family]
+    modules = {one: loha(model.weight(one).shape, rank=2), other: loha(model.weight(other).shape, rank=4)}
+    with pytest.raises(CannotConvertError, match="--rank 4 makes LoRAs of them, and says what that costs") as caught:
+        model.write(modules, "onetrainer")
+    assert "exact" not in str(caught.value)
+    assert model.write(modules, "onetrainer", rank=4).errors[other] > 0.1
+
+
+@pytest.mark.parametrize("rank", [2, 40])
+def test_factors_whose_products_leave_fp32_are_one_error_with_a_rank(rank, model):
+    """Infinite products once were a LinAlgError."""
+    name = PLAIN[model.family]
+    change = loha(model.weight(name).shape, rank=12 if rank == 40 else 3)
+    change = replace(change, w1_a=change.w1_a * 1e20, w2_a=change.w2_a * 1e20)
+    with pytest.raises(CannotConvertError, match=f"{name}: .* beyond what fp32 can hold"):
+        model.write({name: change}, "comfyui", rank=rank)
+
+
+def test_what_no_dtype_holds_is_not_said_to_want_another_dtype(model):
+    """A strength folded in may leave fp32."""
+    name = PLAIN[model.family]
+    module = lora(model.weight(name).shape, alpha=1e38)
+    with pytest.raises(CannotConvertError, match=f"{name} has values up to inf, .* is it broken"):
+        model.write({name: replace(module, up=module.up * 1e10)}, "diffusers")
 
 
 # ---- SimpleTuner
@@ -762,7 +793,7 @@ TAKEN = {  # target → kinds, then axis of a DoRA without a base → kinds
     "comfyui": (LYCORIS | {"diff"}, {"magnitude_over_base": LYCORIS}),
     "diffusers": ({"lora"}, {"magnitude": {"lora"}}),
     "kohya": (LYCORIS, {}),
-    "ai-toolkit": ({"lora", "diff"} | ALL_LOKR, {"magnitude": {"lora"}}),
+    "ai-toolkit": ({"lora", "diff"} | ALL_LOKR, {}),
     "onetrainer": (LYCORIS, {"magnitude": {"lora"} | ALL_LOKR}),
     "simpletuner": (LYCORIS | {"diff"}, {"magnitude": LYCORIS}),
 }

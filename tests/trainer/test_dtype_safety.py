@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import tiny
@@ -47,10 +48,27 @@ def files(tmp_path_factory):
     return {name: tiny.write(tiny.build(name), folder / f"{name}.safetensors") for name in tiny.NAMES}
 
 
-def adapted_base(path, precision, compute, dtype, targets, name="a"):
-    base = load_base(path, precision, compute)
-    linears = adapters.linears(tiny.build(base.family.name))
-    chosen = resolve_targets(base.family, linears, LoraSettings(targets=targets))
+@pytest.fixture(scope="module")
+def bases(files):
+    """Loads a base once for all the cases that adapt it."""
+    return functools.cache(lambda name, precision, compute: load_base(files[name], precision, compute))
+
+
+@contextmanager
+def adapted(base, *args):
+    """The base with an adapter, which is removed again, also where the case fails."""
+    try:
+        yield adapt(base, *args)
+    finally:
+        adapters.remove(base.model, "a")
+
+
+def adapted_base(path, precision, compute, dtype, targets):
+    return adapt(load_base(path, precision, compute), dtype, targets)
+
+
+def adapt(base, dtype, targets, name="a"):
+    chosen = resolve_targets(base.family, adapters.linears(base.model), LoraSettings(targets=targets))
     settings = LoraSettings(rank=2, alpha=2)
     adapters.inject(base.model, name, settings, chosen, torch.Generator().manual_seed(0), dtype)
     for layer in adapters.adapted(base.model, name).values():
@@ -60,18 +78,23 @@ def adapted_base(path, precision, compute, dtype, targets, name="a"):
 
 
 @pytest.mark.parametrize(("name", "precision", "dtype", "target", "checkpointing", "autocast"), CASES)
-def test_one_dtype_at_sdpa(files, seen, name, precision, dtype, target, checkpointing, autocast):
-    compute = "fp32" if precision == "fp32" else "bf16"
-    base = adapted_base(files[name], precision, compute, dtype, TARGETS[name][target])
+def test_one_dtype_at_sdpa(bases, seen, name, precision, dtype, target, checkpointing, autocast):
+    base = bases(name, precision, "fp32" if precision == "fp32" else "bf16")
     blocks = base.family.blocks(base.model).values()
     outer = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
     recomputing = memory.checkpointed(blocks) if checkpointing else nullcontext()
-    with adapters.active(base.model, "a", train=True), attention.training_backends(), recomputing:
+    with (
+        adapted(base, dtype, TARGETS[name][target]),
+        adapters.active(base.model, "a", train=True),
+        attention.training_backends(),
+        recomputing,
+    ):
         with outer:
             out = base.model(**tiny.inputs(name))
         forward = len(seen)
         # The backward runs outside autocast, as PyTorch advises: what it recomputes must not notice.
         out.float().square().mean().backward()
+        parameters = adapters.parameters(base.model, "a")
     assert forward == len(blocks)
     recomputed = len(seen) - forward
     if target == "all":
@@ -81,7 +104,8 @@ def test_one_dtype_at_sdpa(files, seen, name, precision, dtype, target, checkpoi
         assert (recomputed > 0) == checkpointing
     wanted = base.model.compute_dtype
     assert set(seen) == {(wanted, wanted, wanted)}
-    for parameter in adapters.parameters(base.model, "a"):
+    assert parameters
+    for parameter in parameters:
         assert parameter.grad is not None
         assert parameter.grad.isfinite().all()
         assert parameter.grad.any()

@@ -157,4 +157,5 @@ def test_musubi_966_rotary_positions_survive_bf16():
     out = model(**arguments).float()
     moved = model(**{**arguments, "latents": latents.roll(1, dims=-1)}).float().roll(-1, dims=-1)
     # With positions collapsed, attention would be blind to place, and rolling back would give the same picture.
-    assert tiny.relative(moved, out) > 0.05
+    # What is left then is bf16's rounding of the sums, 0.004; with positions it is 0.04 to 0.06 by the seed.
+    assert tiny.relative(moved, out) > 0.02

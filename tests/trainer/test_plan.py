@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import tiny
@@ -111,15 +112,17 @@ def test_the_prediction_is_within_10_percent_of_a_real_run(family_name, tmp_path
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_two_counts_with_few_blocks_give_that_of_all(family_name, checkpointing):
-    work = workload(family_name, blocks=9, checkpointing=checkpointing, precision="int8")
+    work = workload(family_name, blocks=6, checkpointing=checkpointing, precision="int8")
     assert predict(work).device == int(plan._count(work).peak)
 
 
-@pytest.mark.parametrize("number", ["5", "[05]"])
-def test_targets_that_name_blocks_by_number_are_counted_with_all_the_blocks(family_name, number):
+@pytest.mark.parametrize("number", ["4", "[04]"])
+def test_targets_that_name_blocks_by_number_are_counted_with_all_the_blocks(family_name, number, monkeypatch):
     """With fewer blocks the targets would match nothing, or other shares of them than they do."""
     targets = rf"(blocks|layers)\.{number}\.(attn|attention)\..*"
-    work = workload(family_name, blocks=6, lora=LoraSettings(rank=4, alpha=4, targets=targets))
+    work = workload(family_name, blocks=5, lora=LoraSettings(rank=4, alpha=4, targets=targets))
+    # The whole is counted once, here or where it is predicted; what is counted with fewer blocks is another workload.
+    monkeypatch.setattr(plan, "_count", functools.cache(plan._count))
     counted_whole = plan._count(work)
     assert predict(work).device == int(counted_whole.peak)
     assert predict(work).adapter == int(counted_whole.adapter)

@@ -33,8 +33,9 @@ class Transformer(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes: that of its last norm, since a text trunk, which may wait on the CPU, comes first."""
-        *_, last = self.parameters()
+        """Where it computes: that of its last norm, since a text trunk, which comes first, and adapters may wait on the
+        CPU."""
+        *_, (_, last) = (entry for entry in self.named_parameters() if re.search(r"\.(lora_|lokr\.)", entry[0]) is None)
         return last.device
 
     @abstractmethod
