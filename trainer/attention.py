@@ -139,7 +139,10 @@ def _kernel(q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, mask: Tensor | None)
     On CUDA not with a mask: SDPA aligns it in memory in ways of its own.
     """
     device = q_BLHK.device.type
-    if device != "cpu" and mask is not None:
+    if device == "cpu":
+        # The one kernel for all shapes and masks here. Not asked, since tensors without data get another answer.
+        return KERNELS.get((device, SDPBackend.FLASH_ATTENTION)) if torch.backends.cuda.flash_sdp_enabled() else None
+    if mask is not None:
         return None
     # As many query heads as there are of the others: nothing has to be repeated to ask.
     q, k, v = _by_head(q_BLHK[:, :, : k_BLGK.shape[2]], k_BLGK, v_BLGK)

@@ -10,8 +10,8 @@ The recomputation may run in a thread of autograd's own: what is known here is s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 from torch import Tensor, nn
@@ -34,17 +34,12 @@ class Tape:
         self._next = 0
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """For the forward pass and for the recomputation, as `torch.utils.checkpoint` wants them."""
-        return self._open(replaying=False), self._open(replaying=True)
+        """For the forward pass and for its recomputations, as `torch.utils.checkpoint` wants them."""
+        return _Pass(self, replaying=False), _Pass(self, replaying=True)
 
-    @contextmanager
-    def _open(self, replaying: bool) -> Iterator[None]:
+    def rewind(self, replaying: bool) -> None:
+        """To the beginning, for another pass."""
         self.replaying, self._next = replaying, 0
-        token = _TAPE.set(self)
-        try:
-            yield
-        finally:
-            _TAPE.reset(token)
 
     def take(self, make: Callable[[], Tensors]) -> Tensors:
         """The tensors that come next: made and kept, or in a recomputation those that were kept."""
@@ -59,15 +54,32 @@ class Tape:
 _TAPE: ContextVar[Tape | None] = ContextVar("tape", default=None)
 
 
+class _Pass(AbstractContextManager[None]):
+    """While it is open, a tape is the one that is recorded on or replayed. It can be opened again, as a graph can be gone
+    through twice."""
+
+    def __init__(self, tape: Tape, replaying: bool) -> None:
+        self._tape, self._replaying = tape, replaying
+
+    def __enter__(self) -> None:
+        self._tape.rewind(self._replaying)
+        self._token = _TAPE.set(self._tape)
+
+    def __exit__(self, *_: object) -> None:
+        _TAPE.reset(self._token)
+
+
 def once(make: Callable[[], Tensors]) -> Tensors:
-    """What `make` gives, taken from the forward pass where it was kept. For use inside of an autograd Function's forward,
-    where tensors carry no graph."""
+    """What `make` gives, taken from the forward pass where it was kept.
+
+    For use inside of an autograd Function's forward, where tensors carry no graph.
+    """
     tape = _TAPE.get()
     return make() if tape is None else tape.take(make)
 
 
 def output(owner: nn.Module, x: Tensor, features: int, make: Callable[[], Tensor]) -> Tensor:
-    """A module's output (…, features) for an input (…, in): as `once`, or zeros where nothing depends on it any more."""
+    """A module's output (…, features) for an input (…, in): as `once`, or zeros where nothing depends on it."""
     tape = _TAPE.get()
     if tape is not None and tape.unneeded is owner:
         # It fills no memory: one zero in the shape of the output.
