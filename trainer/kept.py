@@ -55,8 +55,9 @@ _TAPE: ContextVar[Tape | None] = ContextVar("tape", default=None)
 
 
 class _Pass(AbstractContextManager[None]):
-    """While it is open, a tape is the one that is recorded on or replayed. It can be opened again, as a graph can be gone
-    through twice."""
+    """While it is open, a tape is the one that is recorded on or replayed. It opens again, as a graph can be gone
+    through twice.
+    """
 
     def __init__(self, tape: Tape, replaying: bool) -> None:
         self._tape, self._replaying = tape, replaying
