@@ -64,6 +64,7 @@ def test_a_precision_on_a_device_that_fails(monkeypatch):
     assert_refused("int8", "CUDA error: no kernel image is available for execution on the device")
 
 
+@pytest.mark.xdist_group("compiled")  # as in test_loop.py
 def test_adamw8bit_steps_where_there_is_a_compiler():
     with torch.inference_mode():
         assert optimizer_fault("adamw8bit", "cpu") is None

@@ -77,7 +77,9 @@ def test_the_output_does_not_depend_on_the_padding_that_a_batch_adds(family_name
     model, (short, long, _) = tiny.build(family_name).eval(), samples(family_name, (3, 7, 5))
     batch = collate([short, long], [Visit(0, False, True), Visit(1, False, True)], None)
     together = model.encode_text(batch.conditioning, batch.mask)
-    assert tiny.relative(together[0, :3], model.encode_text(short.conditioning[None])[0]) < 1e-6
+    # Two attention kernels differ by 4e-7, three eps of fp32, and by more on another CPU; were padding attended to, it
+    # would be 0.3.
+    assert tiny.relative(together[0, :3], model.encode_text(short.conditioning[None])[0]) < 1e-5
 
 
 def test_trained_where_an_adapter_reaches_it(base_path):
