@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..lora_convert import LokrModule, LoraModule
-from .quantization import FrozenLinear
+from . import kept
+from .quantization import FrozenLinear, matmul
 from .quiet import quiet_torchao
 
 with quiet_torchao():
@@ -207,6 +208,9 @@ class LoraLinear(PeftLinear):
             owner.to(device)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if torch.is_grad_enabled() and (name := self._plain()) is not None:
+            weights = self.lora_A[name].weight, self.lora_B[name].weight
+            return _LoraMatmul.apply(x, *weights, self, self.scaling[name])
         base = result = self.base_layer(x, *args, **kwargs)
         if self.disable_adapters:
             return result
@@ -216,6 +220,17 @@ class LoraLinear(PeftLinear):
                 result = result + (change if strength == 1 else strength * change).to(result.dtype)
         return result
 
+    def _plain(self) -> str | None:
+        """The active adapter, where it is the only one, a plain LoRA at full strength, and nothing is dropped."""
+        active = [] if self.disable_adapters else [name for name in self.active_adapters if name in self.lora_dropout]
+        if len(active) != 1 or not isinstance(self.base_layer, FrozenLinear):
+            return None
+        (name,) = active
+        dropout = self.lora_dropout[name]
+        drops = isinstance(dropout, nn.Dropout) and dropout.training
+        other = name in self.lokr or name in self.lora_magnitude_vector or self.strengths.get(name, 1.0) != 1
+        return None if drops or other else name
+
     def _change(self, name: str, x: Tensor, base: Tensor) -> Tensor:
         """What the adapter adds to the base's output (…, out)."""
         dropped = self.lora_dropout[name](x)
@@ -224,7 +239,7 @@ class LoraLinear(PeftLinear):
         down = self.lora_A[name].weight.to(x.dtype)
         up = self.lora_B[name].weight
         if name not in self.lora_magnitude_vector:
-            return self.scaling[name] * F.linear(F.linear(dropped, down), up.to(x.dtype))
+            return F.linear(F.linear(dropped, down), _scaled(up, self.scaling[name], x.dtype))
         # The bias is cloned, since backward keeps it and that of a block on the CPU gives its place to another block's.
         # g - 1 is formed in fp32: at the start it is zero, and in bf16 a change of g below 1/256 would be lost.
         gain = self.lora_magnitude_vector[name].weight / self.changed_norm(name, x.dtype)
@@ -272,5 +287,41 @@ class LoraLinear(PeftLinear):
             magnitude_over_base=over_base,
         )
 
+    def product(self, x: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+        """(…, in) → (…, out): the base's output and s · B A x."""
+        change = F.linear(F.linear(x, down.to(x.dtype)), _scaled(up, scale, x.dtype))
+        return matmul(x, self.base_layer).add_(change)
+
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         """Keeps PEFT from casting the master weights to the base's dtype."""
+
+
+def _scaled(up: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """s · B in the dtype of the computation: scaling B is cheaper than scaling what it gives."""
+    return (up if scale == 1 else scale * up).to(dtype)
+
+
+class _LoraMatmul(torch.autograd.Function):
+    """A frozen Linear and its LoRA in one step, of which backward needs the input and the master weights alone.
+
+    Neither the dequantised weight, nor the working copies of A and B, nor A x are kept: they are made again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, layer: LoraLinear, scale: float) -> Tensor:
+        ctx.save_for_backward(x, down, up)
+        ctx.layer, ctx.scale = layer, scale
+        return kept.output(layer, x, layer.out_features, lambda: layer.product(x, down, up, scale))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, down, up = ctx.saved_tensors
+        grad, flat = grads[0].flatten(0, -2), x.flatten(0, -2)
+        working = down.to(grad.dtype)
+        low = grad @ _scaled(up, ctx.scale, grad.dtype)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad @ ctx.layer.base_layer.dequantized(grad.dtype)).addmm_(low, working).view(x.shape)
+        grad_down = (low.T @ flat).to(down.dtype)
+        grad_up = (grad.T @ F.linear(flat, working)).to(up.dtype)
+        return grad_x, grad_down, grad_up if ctx.scale == 1 else ctx.scale * grad_up, None, None

@@ -103,8 +103,9 @@ class TrainSession:
             stack.enter_context(torch.autocast(self.device.type, enabled=False))
             stack.enter_context(attention.training_backends())
             stack.enter_context(adapters.active(self.base.model, self.name, train=True))
-            if self.train.checkpointing:
-                stack.enter_context(memory.checkpointed(self.base.family.blocks(self.base.model).values()))
+            blocks = self.base.family.blocks(self.base.model).values()
+            whole, slim = (blocks, ()) if self.train.checkpointing else ((), blocks)
+            stack.enter_context(memory.checkpointed(whole, slim))
             self._open = stack.pop_all()
         return self
 

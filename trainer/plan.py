@@ -212,17 +212,15 @@ def _count(workload: Workload) -> _Counts:
         batch = _batch(workload, parked)
         everything = tensors_of(model)
         adapter = _bytes(parameters) + _bytes(state)
-        with LiveBytes([*everything, *state]) as live, memory.checkpointed(_recomputed(workload, model)):
+        blocks = workload.family.blocks(model).values()
+        whole, slim = (blocks, ()) if workload.checkpointing is True else ((), blocks)
+        with LiveBytes([*everything, *state]) as live, memory.checkpointed(whole, slim):
             if workload.preview:
                 _preview(workload, model, batch, parameters)
             with adapters.active(model, "plan", train=True):
                 _step(workload, model, batch, parameters)
         weights = _bytes(everything) - _bytes(parameters)
         return _Counts(weights, block, trunk, adapter, live.peak)
-
-
-def _recomputed(workload: Workload, model: nn.Module) -> Sequence[nn.Module]:
-    return list(workload.family.blocks(model).values()) if workload.checkpointing is True else []
 
 
 def _give_storages(model: nn.Module) -> None:

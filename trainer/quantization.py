@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import kept
 from .errors import SettingsError
 from .quiet import quiet_torchao
 
@@ -391,7 +392,7 @@ class FrozenLinear(nn.Linear):
         """(…, in) → (…, out) in x's dtype, which is the compute dtype."""
         if torch.is_grad_enabled() and x.requires_grad:
             return _FrozenMatmul.apply(x, self)
-        return _matmul(x, self)
+        return matmul(x, self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenLinear:
         # `.to(dtype)` and `.half()` are meant for parameters that train; here they would spoil data and scales.
@@ -406,7 +407,8 @@ class FrozenLinear(nn.Linear):
         return f"in_features={self.in_features}, out_features={self.out_features}, format={stored}"
 
 
-def _matmul(x: Tensor, layer: FrozenLinear) -> Tensor:
+def matmul(x: Tensor, layer: FrozenLinear) -> Tensor:
+    """(…, in) → (…, out) in x's dtype, without a graph to the weight."""
     bias = layer.bias
     return F.linear(x, layer.dequantized(x.dtype), None if bias is None else bias.to(x.dtype))
 
@@ -421,7 +423,7 @@ class _FrozenMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: FrozenLinear) -> Tensor:
         ctx.layer = layer
-        return _matmul(x, layer)
+        return kept.output(layer, x, layer.out_features, lambda: matmul(x, layer))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -23,7 +23,7 @@ PACK = HERE.parents[1]
 PATIENCE = 180  # seconds for a graph
 
 
-class Failed(AssertionError):
+class GraphError(AssertionError):
     """A graph that ended in an error; its text is what the page shows."""
 
 
@@ -76,7 +76,7 @@ class Server:
         """What the server has printed so far."""
         return self.log.read_text(errors="replace")
 
-    # --- the API ---------------------------------------------------------------------------------------------------------
+    # --- the API -----------------------------------------------------------------------------------------------------
 
     @property
     def url(self) -> str:
@@ -93,11 +93,11 @@ class Server:
             with urllib.request.urlopen(request, timeout=30) as answer:
                 text = answer.read()
         except urllib.error.HTTPError as error:
-            raise Failed(error.read().decode()) from error
+            raise GraphError(error.read().decode()) from error
         return json.loads(text) if text else None
 
     def queue(self, graph: dict[str, Any]) -> str:
-        """Queues a graph and returns its id; one that is not valid is a `Failed`."""
+        """Queues a graph and returns its id; one that is not valid is a `GraphError`."""
         return self.post("/prompt", {"prompt": graph})["prompt_id"]
 
     def finish(self, prompt: str, while_waiting: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Server:
     def _outcome(self, entry: dict[str, Any]) -> dict[str, Any]:
         for kind, message in entry["status"]["messages"]:
             if kind == "execution_error":
-                raise Failed(f"{message['node_type']}: {message['exception_message']}")
+                raise GraphError(f"{message['node_type']}: {message['exception_message']}")
             if kind == "execution_interrupted":
                 return {**entry["outputs"], "interrupted": message}
         return entry["outputs"]

@@ -30,15 +30,19 @@ CASES = [
 
 @pytest.fixture
 def seen(monkeypatch):
-    """The dtypes of q, k and v at every call of SDPA."""
+    """The dtypes of q, k and v at every call of SDPA, or of the kernel that it would choose."""
     calls = []
-    original = attention._sdpa
 
-    def spy(q, k, v, mask):
-        calls.append((q.dtype, k.dtype, v.dtype))
-        return original(q, k, v, mask)
+    def spying(original):
+        def spy(q, k, v, mask):
+            calls.append((q.dtype, k.dtype, v.dtype))
+            return original(q, k, v, mask)
 
-    monkeypatch.setattr(attention, "_sdpa", spy)
+        return spy
+
+    monkeypatch.setattr(attention, "_sdpa", spying(attention._sdpa))
+    for key, kernel in attention.KERNELS.items():
+        monkeypatch.setitem(attention.KERNELS, key, kernel._replace(forward=spying(kernel.forward)))
     return calls
 
 
@@ -82,7 +86,7 @@ def test_one_dtype_at_sdpa(bases, seen, name, precision, dtype, target, checkpoi
     base = bases(name, precision, "fp32" if precision == "fp32" else "bf16")
     blocks = base.family.blocks(base.model).values()
     outer = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
-    recomputing = memory.checkpointed(blocks) if checkpointing else nullcontext()
+    recomputing = memory.checkpointed(blocks) if checkpointing else memory.checkpointed((), slim=blocks)
     with (
         adapted(base, dtype, TARGETS[name][target]),
         adapters.active(base.model, "a", train=True),

@@ -122,6 +122,8 @@ class SwiGLU(nn.Module):
 class TextFusionBlock(nn.Module):
     """A pre-norm transformer block without rotary embedding and without time."""
 
+    ends_with = "mlp.down"
+
     def __init__(self, width: int, heads: int, kv_heads: int, mlp: int) -> None:
         super().__init__()
         self.prenorm = RMSNorm(width)
@@ -178,6 +180,8 @@ class LastModulation(nn.Module):
 
 class Block(nn.Module):
     """One single-stream block over [text, image]."""
+
+    ends_with = "mlp.down"
 
     def __init__(self, config: Krea2Config) -> None:
         super().__init__()
