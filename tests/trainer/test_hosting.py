@@ -153,19 +153,12 @@ def test_an_adapter_does_not_leave_in_the_middle_of_a_pass(path):
     """A collection of Python's may end its token's life at any moment: modules that are being run must stay."""
     hosted = hosted_at(path)
     add_adapter(hosted, "a")
-    tokens = [hosted.token("a")]
-    wanted = velocity(hosted, [(tokens[0], 1.0)])
+    token = hosted.token("a")
+    wanted = velocity(hosted, [(token, 1.0)])
     block = hosted.base.family.main_blocks(hosted.base.model)[0]
-
-    def drop(*_):
-        tokens.clear()
-        assert adapters.adapter_names(hosted.base.model) == ["a"]
-
-    hook = block.register_forward_hook(drop)
-    given = tiny.inputs(hosted.file.family.name)
-    found = hosted.velocity(*given.values(), ((token, 1.0) for token in tokens[:]))
+    hook = block.register_forward_hook(lambda *_: hosted.forget("a"))
+    found = velocity(hosted, [(token, 1.0)])
     hook.remove()
-    gc.collect()
     assert torch.equal(found, wanted)
     assert adapters.adapter_names(hosted.base.model) == []
 
