@@ -57,7 +57,7 @@ class ImageFolder(io.ComfyNode):
                 io.Int.Input(
                     "resolution",
                     default=1024,
-                    min=256,
+                    min=64,
                     max=2048,
                     step=64,
                     tooltip="Pictures are scaled and cropped to about this many pixels squared, in the shape nearest "

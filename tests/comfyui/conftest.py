@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -30,3 +31,16 @@ def comfy():
         sys.argv = arguments
         sys.path.remove(path)
     return comfy
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """A server of that ComfyUI with this pack in it, for all of a session's graphs."""
+    path = os.environ.get("COMFYUI_PATH")
+    if not path:
+        pytest.skip("needs a ComfyUI: set COMFYUI_PATH to its folder")
+    from server import Server
+
+    running = Server(Path(path), tmp_path_factory.mktemp("comfyui"))
+    yield running
+    running.stop()

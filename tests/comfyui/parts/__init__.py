@@ -22,6 +22,8 @@ class Vae:
     def __init__(self, name):
         self.first_stage_model = Codec.load(FAMILIES[name])
         self.format, self.frames = FORMATS[name](), name == "krea2"
+        cpu = torch.device("cpu")
+        self.patcher = comfy.model_patcher.ModelPatcher(self.first_stage_model, cpu, cpu)
 
     def encode(self, pixels):
         latents = self.first_stage_model.encode(pixels[..., :3].movedim(-1, 1) * 2 - 1)
@@ -40,7 +42,9 @@ class Clip:
         self.cond_stage_model = torch.nn.Linear(1, width)
         torch.nn.init.ones_(self.cond_stage_model.weight)
         torch.nn.init.zeros_(self.cond_stage_model.bias)
-        self.encoder = TextEncoder(width)
+        self.encoder, self.layer_idx, self.tokenizer_options = TextEncoder(width), None, {}
+        cpu = torch.device("cpu")
+        self.patcher = comfy.model_patcher.ModelPatcher(self.cond_stage_model, cpu, cpu)
 
     def tokenize(self, text, **_):
         return text
