@@ -46,14 +46,14 @@ class StopAfter:
 
     def __call__(self, node, total):
         bar = self.progress(node, total)
-        step = bar.step
+        step = bar.update
 
         def stepped(done, *more):
             step(done, *more)
             if total > 1 and done == self.steps:
                 self.press()
 
-        bar.step = stepped
+        bar.update = stepped
         return bar
 
 
