@@ -419,8 +419,8 @@ class PreviewSettingsNode(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, width: int | None, height: int | None) -> bool | str:
-        """One side alone says no size."""
+    def validate_inputs(cls, width: int | None, height: int | None, prompts: Any = None) -> bool | str:
+        """One side alone says no size. ComfyUI 0.33 hands over an Autogrow input too, asked for or not."""
         if width is None or height is None:  # one that comes from another node
             return True
         if bool(width) != bool(height):

@@ -105,6 +105,7 @@ class Train(io.ComfyNode):
         train_settings: Any = None,
         preview: PreviewRequest | None = None,
     ) -> io.NodeOutput:
+        from ..trainer.errors import TrainingError
         from ..trainer.preflight import check
         from ..trainer.run import train
         from ..trainer.watcher import STOP
@@ -120,11 +121,17 @@ class Train(io.ComfyNode):
             base = host.hosted_base(model).load(checked)
             if shown is not None and guides:
                 shown = replace(shown, guide=host.hosted_base(guides[0]).guide(checked))
-            result = train(checked, base, shown, graph_watcher(node, settings.train.steps, finish), continuing)
+            try:
+                result = train(checked, base, shown, graph_watcher(node, settings.train.steps, finish), continuing)
+            except TrainingError as error:
+                if not host.interrupted():
+                    raise
+                tell(node, str(error))  # stopped before the first step
+                host.raise_interrupt()
             # Within the run, as long as the base is not moved: it holds the adapter on the base from now on.
             trained = host.trained_model(model, result.name)
         if result.ended == STOP:
-            host.show_text(
+            tell(
                 node,
                 f"Stopped after step {len(result.losses)}. The LoRA so far is {result.lora}. To go on, set resume to "
                 f"{CONTINUE} and queue again.",
@@ -137,7 +144,7 @@ class Train(io.ComfyNode):
         from ..lora_convert import read_state
 
         early = " early, as asked," if result.ended else ""
-        host.show_text(node, f"Finished{early} after step {len(result.losses)}: {result.lora}")
+        tell(node, f"Finished{early} after step {len(result.losses)}: {result.lora}")
         state, _ = read_state(result.lora)
         loss = read_image(result.folder / "loss.png")
         grid = result.folder / "preview.png"
@@ -166,8 +173,7 @@ def graph_watcher(node: str | None, steps: int, finish: threading.Event) -> Any:
             self.seconds: list[float] = []
 
         def say(self, sentence: str) -> None:
-            log.info("Graft: %s", sentence)
-            host.show_text(node, sentence)
+            tell(node, sentence)
 
         def stepped(self, entry: Any, total: int, losses: Sequence[float]) -> None:
             self.seconds = [*self.seconds[1 - RECENT :], entry.seconds]
@@ -191,6 +197,12 @@ def graph_watcher(node: str | None, steps: int, finish: threading.Event) -> Any:
             return FINISH if finish.is_set() else ""
 
     return GraphWatcher()
+
+
+def tell(node: str | None, words: str) -> None:
+    """Words on the node, and in the log, where they stay."""
+    log.info("Graft: %s", words)
+    host.show_text(node, words)
 
 
 def progress_text(step: int, total: int, loss: float, seconds: float) -> str:

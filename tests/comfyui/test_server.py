@@ -257,7 +257,7 @@ def test_any_layout_loads_without_conversion(server, zorbs, family_name):
 def test_what_is_wrong_is_said_before_anything_is_loaded(server, zorbs):
     wrong = Parts("krea2", zorbs, "wrong-clip")
     wrong.graph[str(wrong.clip)]["inputs"]["wrong"] = True
-    with pytest.raises(GraphError, match="488 features per token|features"):
+    with pytest.raises(GraphError, match="features per token"):
         server.run(wrong.graph)
     lonely = server.folder / "input" / "lonely"
     draw_folder(lonely, seed=1, zorbs=2, known=0)

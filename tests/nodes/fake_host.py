@@ -108,7 +108,7 @@ def make(folder: Path) -> ModuleType:
     def raise_interrupt():
         raise Interrupted
 
-    def progress(node, total):
+    def progress(node_id, total):
         host.bars.append(Progress(total))
         return host.bars[-1]
 

@@ -46,14 +46,14 @@ class StopAfter:
 
     def __call__(self, node, total):
         bar = self.progress(node, total)
-        step = bar.step
+        step = bar.update
 
         def stepped(done, *more):
             step(done, *more)
             if total > 1 and done == self.steps:
                 self.press()
 
-        bar.step = stepped
+        bar.update = stepped
         return bar
 
 
@@ -203,7 +203,7 @@ def test_a_preview_may_have_a_size_of_its_own(graph, model, dataset, family_name
         train(graph, model, dataset, preview=preview(graph, family_name, width=side + 8, height=side))
     node = graph.classes["GraftPreviewSettings"]
     assert node.validate_inputs(64, 0) is not True
-    assert node.validate_inputs(64, 64) is True
+    assert node.validate_inputs(width=64, height=64, prompts=None) is True
 
 
 def test_a_preview_prompt_of_another_text_encoder_is_refused_first(graph, model, dataset, family_name):

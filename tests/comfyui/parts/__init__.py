@@ -16,14 +16,18 @@ from graft_lora.trainer.families import FAMILIES
 FORMATS = {"krea2": comfy.latent_formats.Wan21, "ideogram4": comfy.latent_formats.Flux2}
 
 
+def _patcher(module):
+    cpu = torch.device("cpu")
+    return comfy.model_patcher.ModelPatcher(module, load_device=cpu, offload_device=cpu)
+
+
 class Vae:
     """As ComfyUI's VAE: pictures (B, H, W, 3) in [0, 1], raw latents, with a frame axis for Krea 2."""
 
     def __init__(self, name):
         self.first_stage_model = Codec.load(FAMILIES[name])
         self.format, self.frames = FORMATS[name](), name == "krea2"
-        cpu = torch.device("cpu")
-        self.patcher = comfy.model_patcher.ModelPatcher(self.first_stage_model, cpu, cpu)
+        self.patcher = _patcher(self.first_stage_model)
 
     def encode(self, pixels):
         latents = self.first_stage_model.encode(pixels[..., :3].movedim(-1, 1) * 2 - 1)
@@ -42,9 +46,9 @@ class Clip:
         self.cond_stage_model = torch.nn.Linear(1, width)
         torch.nn.init.ones_(self.cond_stage_model.weight)
         torch.nn.init.zeros_(self.cond_stage_model.bias)
-        self.encoder, self.layer_idx, self.tokenizer_options = TextEncoder(width), None, {}
-        cpu = torch.device("cpu")
-        self.patcher = comfy.model_patcher.ModelPatcher(self.cond_stage_model, cpu, cpu)
+        self.encoder = TextEncoder(width)
+        self.layer_idx, self.tokenizer_options = None, {}
+        self.patcher = _patcher(self.cond_stage_model)
 
     def tokenize(self, text, **_):
         return text
