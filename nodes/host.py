@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import comfy.ldm.common_dit
 import comfy.lora
@@ -33,16 +33,15 @@ from torch import Tensor, nn
 
 from ..lora_convert import TABLES, LoraFile, Sizes, convert_state
 from ..lora_convert.keys import sort_keys
-from ..trainer.applied import AppliedLora
-from ..trainer.base_model import compute_dtype_of
-from ..trainer.checkpoints import open_model_file
 from ..trainer.devices import Memory, host_memory
 from ..trainer.errors import DatasetError, SettingsError, some
 from ..trainer.families import Family
-from ..trainer.hosting import AdapterToken, HostedBase, Shown
-from ..trainer.preflight import check_variant
 from ..trainer.samples import Encoders
 from ..trainer.settings import AUTO, ModelSettings
+
+if TYPE_CHECKING:
+    # Imported where they are used: they need PEFT, which takes seconds that ComfyUI's start is not to wait for.
+    from ..trainer.hosting import HostedBase, Shown
 
 log = logging.getLogger(__name__)
 management = comfy.model_management
@@ -264,6 +263,11 @@ def load_base_model(
     Raises:
         GraftError: the file is no base of a family, is a distilled one, or cannot be trained so on this machine.
     """
+    from ..trainer.base_model import compute_dtype_of
+    from ..trainer.checkpoints import open_model_file
+    from ..trainer.hosting import HostedBase
+    from ..trainer.preflight import check_variant
+
     settings = ModelSettings(
         path=str(path),
         precision=precision,
@@ -353,6 +357,9 @@ def with_lora(
         SettingsError: it is for the other family.
         LoraError: its q, k and v cannot be brought into the base's form.
     """
+    from ..trainer.applied import AppliedLora
+    from ..trainer.hosting import AdapterToken
+
     file = hosted_base(model).file
     if lora.family != file.family.name:
         raise SettingsError(f"{name} is a LoRA for {TABLES[lora.family].title}, the model is {file.family.title}")
