@@ -87,7 +87,8 @@ class LoadModel(io.ComfyNode):
         if model_name is None:  # it comes from another node
             return True
         try:
-            open_model_file(host.model_path(model_name))
+            # The second one of a pair too: previews use it, and a run on it is refused by its own checks.
+            open_model_file(host.model_path(model_name), unconditional=True)
         except (GraftError, LoraError, OSError) as error:
             return str(error)
         return True

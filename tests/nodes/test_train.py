@@ -292,6 +292,17 @@ def test_a_distilled_base_needs_the_switch(graph, tmp_path):
     assert graph.run("GraftLoadModel", model_name="krea2-turbo.safetensors", allow_distilled=True)[0].hosted
 
 
+def test_the_second_transformer_can_be_queued_and_not_trained(graph, tmp_path):
+    """Its published name says what it is: previews and DualModelGuider need it loaded."""
+    from graft_lora.trainer.errors import WrongModelError
+    from graft_lora.trainer.preflight import open_model_file
+
+    path = tiny.write(tiny.build("ideogram4"), tmp_path / "models" / "ideogram4_unconditional.safetensors")
+    assert graph.classes["GraftLoadModel"].validate_inputs(path.name) is True
+    with pytest.raises(WrongModelError, match="no trainer trains"):
+        open_model_file(path)
+
+
 def test_a_file_that_is_no_base_is_refused_before_anything_is_queued(graph, tmp_path):
     (tmp_path / "models" / "bad.safetensors").write_bytes(b"bad")
     node = graph.classes["GraftLoadModel"]
