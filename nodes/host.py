@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from ..lora_convert import TABLES, LoraFile, Sizes, convert_state
 from ..lora_convert.keys import sort_keys
 from ..trainer.devices import Memory, host_memory
-from ..trainer.errors import DatasetError, SettingsError, some
+from ..trainer.errors import DatasetError, SettingsError, StoppedError, some
 from ..trainer.families import Family
 from ..trainer.samples import Encoders
 from ..trainer.settings import AUTO, ModelSettings
@@ -642,13 +642,23 @@ def normalised_latents(latents: Tensor, family: Family) -> Tensor:
 
 
 def decoder_of(vae: Any, family: Family) -> Any:
-    """(1, C, h', w') in the family's normalised space → (1, 3, h, w) in [-1, 1]."""
+    """(1, C, h', w') in the family's normalised space → (1, 3, h, w) in [-1, 1].
+
+    The VAE leaves the device afterwards, where a run that goes on needs the room. A Stop, which every layer of the VAE
+    raises, comes out as a `StoppedError`, and `interrupted` still tells it: a run can save what it has.
+    """
     format = latent_format(family)
 
     def decode(latents: Tensor) -> Tensor:
-        with torch.no_grad():
-            given = latents.unsqueeze(2) if format.latent_dimensions == 3 else latents
-            pictures = vae.decode(format.process_out(given))
+        try:
+            with torch.no_grad():
+                given = latents.unsqueeze(2) if format.latent_dimensions == 3 else latents
+                pictures = vae.decode(format.process_out(given))
+        except management.InterruptProcessingException:
+            management.interrupt_current_processing(True)  # raising it has cleared it
+            raise StoppedError("stopped while a picture was decoded") from None
+        finally:
+            release(vae)
         with torch.inference_mode(False):
             pictures = pictures.reshape(-1, *pictures.shape[-3:])[:1].detach().to("cpu", torch.float32, copy=True)
             return pictures.movedim(-1, 1) * 2 - 1

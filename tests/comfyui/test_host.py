@@ -14,7 +14,7 @@ import torch
 from graft_lora.lora_convert import Sizes, read_lora
 from graft_lora.trainer import adapters
 from graft_lora.trainer.adapters import LoraSettings
-from graft_lora.trainer.errors import DatasetError, SettingsError
+from graft_lora.trainer.errors import DatasetError, SettingsError, StoppedError
 from graft_lora.trainer.families import FAMILIES
 from lora_files import loha, lokr, lora, write
 
@@ -662,6 +662,24 @@ def test_a_stop_is_left_for_the_run_to_see_and_then_passed_on(comfy, host):
         assert not host.interrupted()
     finally:
         comfy.utils.set_progress_bar_global_hook(former)
+        management.interrupt_current_processing(False)
+
+
+def test_a_stop_in_the_vae_of_a_preview_is_left_for_the_run_to_see(comfy, host):
+    """Every layer of ComfyUI's raises a Stop, which clears it: the run would end without saving."""
+    management = comfy.model_management
+
+    class Interrupted(StandInVAE):
+        def decode(self, latents):
+            management.throw_exception_if_processing_interrupted()
+
+    decode = host.decoder_of(Interrupted(True), FAMILIES["krea2"])
+    management.interrupt_current_processing(True)
+    try:
+        with pytest.raises(StoppedError):
+            decode(torch.zeros(1, 16, 2, 2))
+        assert host.interrupted()
+    finally:
         management.interrupt_current_processing(False)
 
 
