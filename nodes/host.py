@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -441,15 +442,24 @@ def memory() -> Memory:
     return Memory(total, int(max(0, min(free, total))))
 
 
-def memory_note() -> str:
-    """What the user should know of ComfyUI's own memory options, or nothing."""
-    chosen = [option for option in ("lowvram", "novram", "gpu_only", "highvram") if getattr(args, option, False)]
+MEMORY_OPTIONS = ("lowvram", "novram", "gpu_only", "highvram")
+SPEED_OPTIONS = ("use_sage_attention", "use_flash_attention", "fast")
+
+
+def option_notes() -> list[str]:
+    """What the user should know of the options that ComfyUI was started with, a line each."""
+    notes = []
     if args.cpu:
-        return "ComfyUI was started with --cpu: everything is computed there, slowly"
-    if chosen:
-        options = ", ".join(f"--{option.replace('_', '-')}" for option in chosen)
-        return f"{options} does not bind Graft: its memory plan decides how many blocks wait on the CPU"
-    return ""
+        notes.append("ComfyUI was started with --cpu: everything is computed there, slowly")
+    elif chosen := _chosen_options(MEMORY_OPTIONS):
+        notes.append(f"{chosen} does not bind Graft: its memory plan decides how many blocks wait on the CPU")
+    if chosen := _chosen_options(SPEED_OPTIONS):
+        notes.append(f"{chosen} does not act on Graft's models: what is trained needs kernels with a backward")
+    return notes
+
+
+def _chosen_options(names: Sequence[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names if getattr(args, name, False))
 
 
 def _loaded() -> list[Any]:
@@ -575,8 +585,12 @@ def finishing(node_id: str | None) -> Iterator[threading.Event]:
 
 
 def finish(node_id: str) -> bool:
-    """Asks a running node to end early with its outputs; whether there is such a one."""
-    event = _finishing.get(str(node_id))
+    """Asks a running node to end early with its outputs; whether there is such a one.
+
+    The page knows a node in a subgraph by its own id alone, ComfyUI runs it as `id of the subgraph:its own`.
+    """
+    found = (event for name, event in _finishing.items() if name.rpartition(":")[2] == str(node_id))
+    event = _finishing.get(str(node_id)) or next(found, None)
     if event is not None:
         event.set()
     return event is not None
@@ -775,8 +789,15 @@ def datasets() -> dict[str, Path]:
         roots += folder_paths.get_folder_paths("datasets")
     found: dict[str, Path] = {}
     for root in map(Path, roots):
-        for path in sorted(root.rglob("*")) if root.is_dir() else []:
-            name = path.relative_to(root)
-            if path.is_dir() and not any(part.startswith(".") for part in name.parts):
-                found.setdefault(name.as_posix(), path)
-    return found
+        # Not `rglob`, which looks at every file too: ComfyUI asks several times for each graph.
+        for place, folders, _ in os.walk(root):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            for path in (Path(place, name) for name in folders):
+                found.setdefault(path.relative_to(root).as_posix(), path)
+    return dict(sorted(found.items()))
+
+
+def file_mark(path: Path) -> str:
+    """Changes when the file is written anew."""
+    stat = path.stat()
+    return f"{path} {stat.st_size} {stat.st_mtime_ns}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from comfy_api.latest import io
 
@@ -92,6 +93,11 @@ class LoadModel(io.ComfyNode):
         except (GraftError, LoraError, OSError) as error:
             return str(error)
         return True
+
+    @classmethod
+    def fingerprint_inputs(cls, model_name: str | None, **_others: Any) -> str:
+        """Changes with the file, which may be downloaded anew under its name."""
+        return "" if model_name is None else host.file_mark(host.model_path(model_name))
 
     @classmethod
     @guarded

@@ -665,6 +665,34 @@ def test_a_stop_is_left_for_the_run_to_see_and_then_passed_on(comfy, host):
         management.interrupt_current_processing(False)
 
 
+def test_the_button_of_a_node_in_a_subgraph_ends_it_too(host):
+    """The page calls it 3, ComfyUI runs it as 12:3."""
+    with host.finishing("12:3") as event:
+        assert not host.finish("2")
+        assert host.finish("3")
+        assert event.is_set()
+
+
+def test_options_of_comfyui_that_do_not_act_are_said(host, monkeypatch):
+    monkeypatch.setattr(host.args, "cpu", False)
+    assert host.option_notes() == []
+    for option in ("lowvram", "use_sage_attention"):
+        monkeypatch.setattr(host.args, option, True)
+    monkeypatch.setattr(host.args, "fast", {"fp16_accumulation"})
+    assert [note.split(" do")[0] for note in host.option_notes()] == ["--lowvram", "--use-sage-attention, --fast"]
+
+
+def test_datasets_are_folders_and_hidden_ones_are_none(host, tmp_path, monkeypatch):
+    import folder_paths
+
+    for name in ("a/b", ".hidden/c", "d"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "picture.png").write_bytes(b"")
+    monkeypatch.setattr(folder_paths, "get_input_directory", lambda: str(tmp_path))
+    monkeypatch.setattr(folder_paths, "folder_names_and_paths", {})
+    assert list(host.datasets().items()) == [(name, tmp_path / name) for name in ("a", "a/b", "d")]
+
+
 def test_a_stop_in_the_vae_of_a_preview_is_left_for_the_run_to_see(comfy, host):
     """Every layer of ComfyUI's raises a Stop, which clears it: the run would end without saving."""
     management = comfy.model_management

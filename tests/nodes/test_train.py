@@ -257,6 +257,7 @@ def test_check_run_lists_every_verdict_and_loads_nothing(graph, model, dataset):
     assert report.startswith("All ")
     assert "✓ model file: " in report
     assert "✗" not in report
+    assert report.endswith("– --lowvram does not bind Graft")
     assert graph.host.calls == []
     assert model.hosted.base is None
     assert not (graph.host.output_directory() / "graft" / "my_lora").exists()
@@ -276,6 +277,12 @@ def test_check_run_says_all_that_is_wrong_at_once(graph, model, dataset, family_
     assert "✗ targets: " in report
     assert "– disk space: not checked" in report
     assert "✗ previews: preview prompt 1 has 8 features" in report
+
+
+def test_check_run_is_made_anew_each_time(graph):
+    """Its inputs stay the same when a disk fills up or another program takes the card: ComfyUI would show old words."""
+    one, other = (graph.classes["GraftCheckRun"].fingerprint_inputs(name="a") for _ in range(2))
+    assert one != other
 
 
 def test_check_run_and_train_ask_for_the_same(graph):
