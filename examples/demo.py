@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 from ..trainer import adapters
-from ..trainer.adapters import LoraSettings
 from ..trainer.errors import SettingsError
 from ..trainer.evaluate import held_out_loss
 from ..trainer.families import FAMILIES, Family
+from ..trainer.lora_settings import LoraSettings
 from ..trainer.pictures import pixels_of
 from ..trainer.preflight import check_output
 from ..trainer.run import RunResult, run

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from comfy_api.latest import io, ui
 
 from ..lora_convert import LAYOUTS, convert_file, inspect_file
@@ -83,6 +85,11 @@ class ConvertLora(io.ComfyNode):
             return str(error)
 
     @classmethod
+    def fingerprint_inputs(cls, lora_name: str | None, **_others: Any) -> str:
+        """Changes with the file, which may be written anew under its name."""
+        return "" if lora_name is None else host.file_mark(host.lora_path(lora_name))
+
+    @classmethod
     @guarded
     def execute(
         cls,
@@ -148,6 +155,11 @@ class InspectLora(io.ComfyNode):
             outputs=[io.String.Output(display_name="report", tooltip="Everything found, as text.")],
             hidden=[io.Hidden.unique_id],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, lora_name: str | None, **_others: Any) -> str:
+        """Changes with the file, which may be written anew under its name."""
+        return "" if lora_name is None else host.file_mark(host.lora_path(lora_name))
 
     @classmethod
     @guarded

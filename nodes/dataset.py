@@ -226,7 +226,9 @@ class EncodeDataset(io.ComfyNode):
         found = read_folder(pictures.folder, family, pictures.trigger, pictures.default_caption)
         encoders = host.encoders_of(vae, clip, family)
         encoders = replace(encoders, text=_of_width(encoders.text, family.conditioning_width(file.config), family))
-        folder = _encoded_folder(pictures.folder.name, family, [str(pictures), encoders.picture_id, encoders.text_id])
+        # What acts while training alone is left out: another value needs no other tensors.
+        encoded_as = str(replace(pictures, caption_dropout=0.0, held_out=0))
+        folder = _encoded_folder(pictures.folder.name, family, [encoded_as, encoders.picture_id, encoders.text_id])
         bar = host.progress(cls.hidden.unique_id, len(found))
         try:
             encoded = encode_into(

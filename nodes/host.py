@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import comfy.ldm.common_dit
 import comfy.lora
@@ -33,16 +34,15 @@ from torch import Tensor, nn
 
 from ..lora_convert import TABLES, LoraFile, Sizes, convert_state
 from ..lora_convert.keys import sort_keys
-from ..trainer.applied import AppliedLora
-from ..trainer.base_model import compute_dtype_of
-from ..trainer.checkpoints import open_model_file
 from ..trainer.devices import Memory, host_memory
-from ..trainer.errors import DatasetError, SettingsError, some
+from ..trainer.errors import DatasetError, SettingsError, StoppedError, some
 from ..trainer.families import Family
-from ..trainer.hosting import AdapterToken, HostedBase, Shown
-from ..trainer.preflight import check_variant
 from ..trainer.samples import Encoders
 from ..trainer.settings import AUTO, ModelSettings
+
+if TYPE_CHECKING:
+    # Imported where they are used: they need PEFT, which takes seconds that ComfyUI's start is not to wait for.
+    from ..trainer.hosting import HostedBase, Shown
 
 log = logging.getLogger(__name__)
 management = comfy.model_management
@@ -264,6 +264,11 @@ def load_base_model(
     Raises:
         GraftError: the file is no base of a family, is a distilled one, or cannot be trained so on this machine.
     """
+    from ..trainer.base_model import compute_dtype_of
+    from ..trainer.checkpoints import open_model_file
+    from ..trainer.hosting import HostedBase
+    from ..trainer.preflight import check_variant
+
     settings = ModelSettings(
         path=str(path),
         precision=precision,
@@ -353,6 +358,9 @@ def with_lora(
         SettingsError: it is for the other family.
         LoraError: its q, k and v cannot be brought into the base's form.
     """
+    from ..trainer.applied import AppliedLora
+    from ..trainer.hosting import AdapterToken
+
     file = hosted_base(model).file
     if lora.family != file.family.name:
         raise SettingsError(f"{name} is a LoRA for {TABLES[lora.family].title}, the model is {file.family.title}")
@@ -434,15 +442,24 @@ def memory() -> Memory:
     return Memory(total, int(max(0, min(free, total))))
 
 
-def memory_note() -> str:
-    """What the user should know of ComfyUI's own memory options, or nothing."""
-    chosen = [option for option in ("lowvram", "novram", "gpu_only", "highvram") if getattr(args, option, False)]
+MEMORY_OPTIONS = ("lowvram", "novram", "gpu_only", "highvram")
+SPEED_OPTIONS = ("use_sage_attention", "use_flash_attention", "fast")
+
+
+def option_notes() -> list[str]:
+    """What the user should know of the options that ComfyUI was started with, a line each."""
+    notes = []
     if args.cpu:
-        return "ComfyUI was started with --cpu: everything is computed there, slowly"
-    if chosen:
-        options = ", ".join(f"--{option.replace('_', '-')}" for option in chosen)
-        return f"{options} does not bind Graft: its memory plan decides how many blocks wait on the CPU"
-    return ""
+        notes.append("ComfyUI was started with --cpu: everything is computed there, slowly")
+    elif chosen := _chosen_options(MEMORY_OPTIONS):
+        notes.append(f"{chosen} does not bind Graft: its memory plan decides how many blocks wait on the CPU")
+    if chosen := _chosen_options(SPEED_OPTIONS):
+        notes.append(f"{chosen} does not act on Graft's models: what is trained needs kernels with a backward")
+    return notes
+
+
+def _chosen_options(names: Sequence[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names if getattr(args, name, False))
 
 
 def _loaded() -> list[Any]:
@@ -568,8 +585,12 @@ def finishing(node_id: str | None) -> Iterator[threading.Event]:
 
 
 def finish(node_id: str) -> bool:
-    """Asks a running node to end early with its outputs; whether there is such a one."""
-    event = _finishing.get(str(node_id))
+    """Asks a running node to end early with its outputs; whether there is such a one.
+
+    The page knows a node in a subgraph by its own id alone, ComfyUI runs it as `id of the subgraph:its own`.
+    """
+    found = (event for name, event in _finishing.items() if name.rpartition(":")[2] == str(node_id))
+    event = _finishing.get(str(node_id)) or next(found, None)
     if event is not None:
         event.set()
     return event is not None
@@ -635,13 +656,23 @@ def normalised_latents(latents: Tensor, family: Family) -> Tensor:
 
 
 def decoder_of(vae: Any, family: Family) -> Any:
-    """(1, C, h', w') in the family's normalised space → (1, 3, h, w) in [-1, 1]."""
+    """(1, C, h', w') in the family's normalised space → (1, 3, h, w) in [-1, 1].
+
+    The VAE leaves the device afterwards, where a run that goes on needs the room. A Stop, which every layer of the VAE
+    raises, comes out as a `StoppedError`, and `interrupted` still tells it: a run can save what it has.
+    """
     format = latent_format(family)
 
     def decode(latents: Tensor) -> Tensor:
-        with torch.no_grad():
-            given = latents.unsqueeze(2) if format.latent_dimensions == 3 else latents
-            pictures = vae.decode(format.process_out(given))
+        try:
+            with torch.no_grad():
+                given = latents.unsqueeze(2) if format.latent_dimensions == 3 else latents
+                pictures = vae.decode(format.process_out(given))
+        except management.InterruptProcessingException:
+            management.interrupt_current_processing(True)  # raising it has cleared it
+            raise StoppedError("stopped while a picture was decoded") from None
+        finally:
+            release(vae)
         with torch.inference_mode(False):
             pictures = pictures.reshape(-1, *pictures.shape[-3:])[:1].detach().to("cpu", torch.float32, copy=True)
             return pictures.movedim(-1, 1) * 2 - 1
@@ -758,8 +789,15 @@ def datasets() -> dict[str, Path]:
         roots += folder_paths.get_folder_paths("datasets")
     found: dict[str, Path] = {}
     for root in map(Path, roots):
-        for path in sorted(root.rglob("*")) if root.is_dir() else []:
-            name = path.relative_to(root)
-            if path.is_dir() and not any(part.startswith(".") for part in name.parts):
-                found.setdefault(name.as_posix(), path)
-    return found
+        # Not `rglob`, which looks at every file too: ComfyUI asks several times for each graph.
+        for place, folders, _ in os.walk(root):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            for path in (Path(place, name) for name in folders):
+                found.setdefault(path.relative_to(root).as_posix(), path)
+    return dict(sorted(found.items()))
+
+
+def file_mark(path: Path) -> str:
+    """Changes when the file is written anew."""
+    stat = path.stat()
+    return f"{path} {stat.st_size} {stat.st_mtime_ns}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+import threading
+from typing import Any
 
 from comfy_api.latest import io
 
@@ -87,10 +88,16 @@ class LoadModel(io.ComfyNode):
         if model_name is None:  # it comes from another node
             return True
         try:
-            open_model_file(host.model_path(model_name))
+            # The second one of a pair too: previews use it, and a run on it is refused by its own checks.
+            open_model_file(host.model_path(model_name), unconditional=True)
         except (GraftError, LoraError, OSError) as error:
             return str(error)
         return True
+
+    @classmethod
+    def fingerprint_inputs(cls, model_name: str | None, **_others: Any) -> str:
+        """Changes with the file, which may be downloaded anew under its name."""
+        return "" if model_name is None else host.file_mark(host.model_path(model_name))
 
     @classmethod
     @guarded
@@ -120,20 +127,28 @@ PRECISION = (
     "How the frozen weights are kept in memory while training; the LoRA itself is trained in fp32. auto takes the best "
     "that fits the card. bf16: as published. fp8 and int8: half of that. nf4: a quarter, coarsest."
 )
-_asked = 0
+PENDING = "Which of them this machine can run is being tried: reload the page to read it."
+_asked, _found = 0, PENDING
 
 
 def precision_tooltip() -> str:
     """What the precisions are, and which of them this machine can train in.
 
-    Trying them imports torchao, for seconds: ComfyUI's first question, at its start, is answered without.
+    Trying them imports torchao, for seconds in which ComfyUI would neither start nor answer: a thread does it, when it
+    is asked for the second time, by a page.
     """
     global _asked
     _asked += 1
-    return PRECISION if _asked == 1 else f"{PRECISION}\n{_verdicts()}"
+    if _asked == 2:
+        threading.Thread(target=_try, name="graft-precisions", daemon=True).start()
+    return f"{PRECISION}\n{_found}"
 
 
-@cache
+def _try() -> None:
+    global _found
+    _found = _verdicts()
+
+
 def _verdicts() -> str:
     """One line for all precisions that can be used, and one for each reason against one."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,11 @@ class LoadLora(io.ComfyNode):
             ],
             hidden=[io.Hidden.unique_id],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, lora_name: str | None, **_others: Any) -> str:
+        """Changes with the file, which may be written anew under its name."""
+        return "" if lora_name is None else host.file_mark(host.lora_path(lora_name))
 
     @classmethod
     @guarded
@@ -191,9 +197,10 @@ def lora_target(name: str) -> Path:
     Raises:
         SettingsError: no name, or one that leads out of that folder.
     """
-    folder = host.lora_folders()[0].resolve()
+    folder = Path(os.path.normpath(host.lora_folders()[0].absolute()))
     plain = name.strip().removesuffix(".safetensors").replace("\\", "/")
-    target = (folder / f"{plain}.safetensors").resolve()
+    # By its words: a folder in it may be a link to another disk.
+    target = Path(os.path.normpath(folder / f"{plain}.safetensors"))
     if not plain or plain.endswith("/") or not target.is_relative_to(folder):
         raise SettingsError(f"name {name!r} is no file's in {folder}; give one such as graft/my_lora")
     return target

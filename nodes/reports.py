@@ -50,6 +50,11 @@ class CheckRun(io.ComfyNode):
         return True if name is None else name_fault(name) or True
 
     @classmethod
+    def fingerprint_inputs(cls, **_inputs: Any) -> float:
+        """Another one each time: free memory, disks and folders change without any input."""
+        return float("nan")
+
+    @classmethod
     @guarded
     def execute(
         cls,
@@ -73,7 +78,8 @@ class CheckRun(io.ComfyNode):
         head = (
             f"{wrong} of {len(found)} checks failed" if wrong else f"All {len(found)} checks passed: it can be trained"
         )
-        text = "\n".join([head, *(f"{MARKS[verdict.ok]} {verdict.name}: {verdict.message}" for verdict in found)])
+        lines = [f"{MARKS[verdict.ok]} {verdict.name}: {verdict.message}" for verdict in found]
+        text = "\n".join([head, *lines, *(f"{MARKS[None]} {note}" for note in host.option_notes())])
         host.show_text(cls.hidden.unique_id, text)
         return io.NodeOutput(model, text, ui=ui.PreviewText(text))
 

@@ -65,7 +65,7 @@ def run_settings(
     Raises:
         GraftError: a MODEL of ComfyUI's own loader, or with LoRAs, or a dataset for another family.
     """
-    from ..trainer.adapters import LoraSettings
+    from ..trainer.lora_settings import LoraSettings
     from ..trainer.settings import DatasetSettings, PreviewSettings, RunSettings, TrainSettings
 
     base = host.hosted_base(model)

@@ -8,16 +8,15 @@ from comfy_api.latest import io
 
 from ..trainer.errors import GraftError
 from ..trainer.families import FAMILIES
+from ..trainer.lora_settings import KINDS, LoraSettings
 from ..trainer.objective import DISTRIBUTIONS
 from ..trainer.optimizers import OPTIMIZERS
 from ..trainer.schedule import SCHEDULES
+from ..trainer.settings import SAVE_DTYPES, TrainSettings
 from .guard import guarded
 from .kinds import CATEGORY, LoraSettingsKind, Preview, PreviewRequest, TrainSettingsKind
 
 AUTO = "auto"
-# As the engine names them; a test holds both to it, since asking it here would import PEFT at ComfyUI's start.
-KINDS = ("lora", "dora", "lokr")
-SAVE_DTYPES = ("fp32", "bf16", "fp16")
 CHECKPOINTING: dict[str, bool | str] = {AUTO: AUTO, "on": True, "off": False}
 PRESETS = tuple(dict.fromkeys(preset for family in FAMILIES.values() for preset in family.presets))
 MOST_PROMPTS = 8
@@ -112,8 +111,6 @@ class LoraSettingsNode(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, adapter: str | None, rslora: bool | None, lokr_factor: int | None) -> bool | str:
         """What does not go together, said before anything is queued; ranges are the widgets' own."""
-        from ..trainer.adapters import LoraSettings
-
         if adapter is None or rslora is None or lokr_factor is None:  # one that comes from another node
             return True
         if lokr_factor == 0:
@@ -138,8 +135,6 @@ class LoraSettingsNode(io.ComfyNode):
         lokr_factor: int,
         dropout: float,
     ) -> io.NodeOutput:
-        from ..trainer.adapters import LoraSettings
-
         return io.NodeOutput(
             LoraSettings(
                 kind=adapter,
@@ -324,8 +319,6 @@ class TrainSettingsNode(io.ComfyNode):
     @classmethod
     @guarded
     def execute(cls, checkpointing: str, **settings: Any) -> io.NodeOutput:
-        from ..trainer.settings import TrainSettings
-
         return io.NodeOutput(TrainSettings(checkpointing=CHECKPOINTING[checkpointing], **settings))
 
 

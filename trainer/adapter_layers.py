@@ -25,7 +25,6 @@ with quiet_torchao():
     import peft
     from peft.tuners.lora import Linear as PeftLinear
 
-KINDS = ("lora", "dora", "lokr")
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -57,7 +56,7 @@ class AdapterConfig(peft.LoraConfig):
     """PEFT's configuration, and what it has no word for.
 
     Attributes:
-        kind: one of `KINDS`.
+        kind: one of `lora_settings.KINDS`.
         factor: of LoKr, see `factorization`.
     """
 

@@ -59,6 +59,10 @@ class TrainingError(GraftError):
     """A run that cannot go on or whose result is not sound."""
 
 
+class StoppedError(TrainingError):
+    """The user's stop, noticed in the middle of a preview, which is left out: the run saves what there is and ends."""
+
+
 def some(names: list[str], most: int = 3) -> str:
     """The first few names and how many more there are."""
     shown = ", ".join(names[:most])

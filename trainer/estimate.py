@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from . import plan
-from .adapters import LoraSettings
 from .base_model import PRECISIONS
 from .errors import DoesNotFitError, SettingsError
 from .families import Family
+from .lora_settings import LoraSettings
 from .plan import GIB, Budget, Workload
 from .settings import AUTO, one_of
 

@@ -302,16 +302,6 @@ class HostedBase:
             weakref.finalize(token, _forget, weakref.ref(self), adapter).atexit = False
         return token
 
-    def free_name(self, name: str) -> str:
-        """The name, or with a number behind it where an adapter on the base has it."""
-        self._clear()
-        taken = set() if self.base is None else set(adapters.adapter_names(self.base.model))
-        number, found = 1, name
-        while found in taken:
-            number += 1
-            found = f"{name}_{number}"
-        return found
-
     def forget(self, adapter: str) -> None:
         """Takes an adapter off the base, as soon as the base is not computing."""
         self._forgotten.add(adapter)

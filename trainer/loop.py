@@ -18,11 +18,11 @@ from torch import Tensor
 from ..lora_convert import FP32_PARTS, LokrModule, LoraModule, read_comfyui, read_state, write_comfyui, write_state
 from ..lora_convert.headers import OVER_BASE
 from . import adapters, attention, memory, optimizers
-from .adapters import LoraSettings
 from .base_model import Base
 from .batches import Batch, BatchStream, collate
 from .ema import Average
 from .errors import TrainingError, some
+from .lora_settings import LoraSettings
 from .objective import add_noise, draw_noise, draw_sigmas, velocity_loss
 from .samples import Sample
 from .schedule import learning_rate

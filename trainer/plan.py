@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import adapters, memory
-from .adapters import LoraSettings
 from .base_model import choose_format, compute_dtype_of, dense_format
 from .batches import Batch
 from .disk import gib
 from .errors import DoesNotFitError
 from .families import Family, Transformer
 from .live_bytes import LiveBytes, tensors_of
+from .lora_settings import LoraSettings
 from .objective import add_noise, velocity_loss
 from .offload import SLOTS
 from .optimizers import moments_bytes

@@ -1,18 +1,23 @@
-"""Pictures of a run: the loss curve and preview grids, as PNG files."""
+"""Pictures of a run: the loss curve and preview grids, as PNG files.
+
+matplotlib is imported when a picture is drawn: ComfyUI imports this file at its start.
+"""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
 from ..lora_convert import atomic_file
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 INK, MUTED, ACCENT = "#22262b", "#9aa3ad", "#2f6fde"
 GRID_DPI = 120
@@ -20,6 +25,8 @@ GRID_DPI = 120
 
 def loss_plot(path: str | Path, losses: Sequence[float], title: str, overwrite: bool = False) -> None:
     """Loss per step, faint, under its running mean."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 4.2), dpi=120, layout="constrained")
     axes = figure.subplots()
     steps = range(1, len(losses) + 1)
@@ -57,6 +64,8 @@ def preview_grid(
         rows: label → one picture (3, h, w) in [-1, 1] per prompt.
         prompts: the column heads.
     """
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=grid_inches(len(rows), len(prompts)), dpi=GRID_DPI, layout="constrained")
     cells = figure.subplots(len(rows), len(prompts), squeeze=False)
     for row, (label, pictures) in enumerate(rows.items()):
@@ -94,6 +103,8 @@ def stack(path: str | Path, pictures: Sequence[Path]) -> None:
 
 
 def _write(figure: Figure, path: str | Path, overwrite: bool) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     FigureCanvasAgg(figure)
     with atomic_file(path, overwrite) as temporary:
         figure.savefig(temporary, format="png")

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..lora_convert import atomic_file
 from . import adapters, attention, state
 from .base_model import Base, load_base
-from .errors import SettingsError, TrainingError, first_line
+from .errors import SettingsError, StoppedError, TrainingError, first_line
 from .evaluate import held_out_loss
 from .loop import StepLog, TrainSession
 from .plots import loss_plot, preview_grid, stack
@@ -43,7 +43,7 @@ class Previews:
         labels: what the prompts are called in the grids.
         unconditional: conditioning (T, W) of the empty or negative prompt; None for the pass without text of a family
             that has one, or where the guidance is 1.
-        decode: (1, C, h, w) latents → (1, 3, H, W) in [-1, 1].
+        decode: (1, C, h, w) latents → (1, 3, H, W) in [-1, 1]; may raise `StoppedError`.
         size: width and height in pixels; None for that of the first sample.
         guide: predicts the unconditional velocity in the trained transformer's place, called like one.
     """
@@ -399,13 +399,16 @@ class Run:
     def preview(self, adapter: str | None) -> list[Tensor]:
         """One picture (3, h, w) per prompt, each from the same noise whatever the adapter.
 
-        None at all where they do not fit into memory: that is said, and never ends the run.
+        None at all where they do not fit into memory: that is said, and never ends the run. None either where the user
+        stops the run meanwhile, which previews of minutes must not keep waiting.
         """
         if self.previews is None or self.watcher.wish() == STOP:
             return []
         try:
             with self.session.result() if adapter else nullcontext():
                 return self._sample(self.previews, adapter)
+        except StoppedError:
+            return []
         except torch.OutOfMemoryError:
             self.say(f"the preview after step {self.session.done} did not fit into memory and is left out")
         # Out of the handler, where the error no longer holds on to the tensors of the attempt.
@@ -432,9 +435,14 @@ class Run:
                     settings.steps or None,
                     settings.guidance or None,
                     previews.guide,
+                    self._go_on,
                 )
                 pictures.append(previews.decode(latents.cpu())[0])
         return pictures
+
+    def _go_on(self) -> None:
+        if self.watcher.wish() == STOP:
+            raise StoppedError("stopped in the middle of a preview")
 
     def _tokens(self, text: Tensor) -> Tensor:
         """(1, T, D) on the device, of a prompt's conditioning or, with a frozen trunk, of its tokens."""

@@ -21,6 +21,7 @@ def sample(
     steps: int | None = None,
     guidance: float | None = None,
     unconditional_model: Callable[..., Tensor] | None = None,
+    before_step: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Draws one picture's latents.
 
@@ -35,6 +36,7 @@ def sample(
         guidance: the usual CFG scale, `uncond + guidance·(cond - uncond)`; 1 leaves the unconditional pass out.
         unconditional_model: the transformer, or what is called like one, for the unconditional pass; the same model by
             default.
+        before_step: called before each step; what it raises ends the sampling.
 
     Returns:
         (1, C, h, w) fp32 latents on the text's device.
@@ -45,6 +47,7 @@ def sample(
     sigmas = family.schedule(steps, latent_shape)
     x = (sigmas[0] * torch.randn((1, *latent_shape), generator=generator)).to(device, torch.float32)
     for step in range(steps):
+        before_step()
         sigma_B = sigmas[step].float().expand(1).to(device)
         velocity = model(x, sigma_B, text=text).float()
         if guidance != 1:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from .adapters import LoraSettings
 from .base_model import COMPUTE_DTYPES, PRECISIONS
 from .errors import SettingsError
 from .families import FAMILIES
+from .lora_settings import LoraSettings
 from .objective import DISTRIBUTIONS
 from .optimizers import OPTIMIZERS
 from .schedule import SCHEDULES

@@ -14,7 +14,7 @@ import torch
 from graft_lora.lora_convert import Sizes, read_lora
 from graft_lora.trainer import adapters
 from graft_lora.trainer.adapters import LoraSettings
-from graft_lora.trainer.errors import DatasetError, SettingsError
+from graft_lora.trainer.errors import DatasetError, SettingsError, StoppedError
 from graft_lora.trainer.families import FAMILIES
 from lora_files import loha, lokr, lora, write
 
@@ -662,6 +662,52 @@ def test_a_stop_is_left_for_the_run_to_see_and_then_passed_on(comfy, host):
         assert not host.interrupted()
     finally:
         comfy.utils.set_progress_bar_global_hook(former)
+        management.interrupt_current_processing(False)
+
+
+def test_the_button_of_a_node_in_a_subgraph_ends_it_too(host):
+    """The page calls it 3, ComfyUI runs it as 12:3."""
+    with host.finishing("12:3") as event:
+        assert not host.finish("2")
+        assert host.finish("3")
+        assert event.is_set()
+
+
+def test_options_of_comfyui_that_do_not_act_are_said(host, monkeypatch):
+    monkeypatch.setattr(host.args, "cpu", False)
+    assert host.option_notes() == []
+    for option in ("lowvram", "use_sage_attention"):
+        monkeypatch.setattr(host.args, option, True)
+    monkeypatch.setattr(host.args, "fast", {"fp16_accumulation"})
+    assert [note.split(" do")[0] for note in host.option_notes()] == ["--lowvram", "--use-sage-attention, --fast"]
+
+
+def test_datasets_are_folders_and_hidden_ones_are_none(host, tmp_path, monkeypatch):
+    import folder_paths
+
+    for name in ("a/b", ".hidden/c", "d"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "picture.png").write_bytes(b"")
+    monkeypatch.setattr(folder_paths, "get_input_directory", lambda: str(tmp_path))
+    monkeypatch.setattr(folder_paths, "folder_names_and_paths", {})
+    assert list(host.datasets().items()) == [(name, tmp_path / name) for name in ("a", "a/b", "d")]
+
+
+def test_a_stop_in_the_vae_of_a_preview_is_left_for_the_run_to_see(comfy, host):
+    """Every layer of ComfyUI's raises a Stop, which clears it: the run would end without saving."""
+    management = comfy.model_management
+
+    class Interrupted(StandInVAE):
+        def decode(self, latents):
+            management.throw_exception_if_processing_interrupted()
+
+    decode = host.decoder_of(Interrupted(True), FAMILIES["krea2"])
+    management.interrupt_current_processing(True)
+    try:
+        with pytest.raises(StoppedError):
+            decode(torch.zeros(1, 16, 2, 2))
+        assert host.interrupted()
+    finally:
         management.interrupt_current_processing(False)
 
 

@@ -137,6 +137,8 @@ def make(folder: Path) -> ModuleType:
     host.device = lambda: "cpu"
     host.free_others = lambda *keep: host.calls.append("free_others")
     host.release = lambda *models: host.calls.append("release")
+    host.option_notes = lambda: ["--lowvram does not bind Graft"]
+    host.file_mark = lambda path: f"{path.stat().st_mtime_ns}"
     host.show_text = lambda node_id, words: host.texts.append(words)
     host.interrupted = lambda: host.interrupt
     host.finish_route = lambda: host.calls.append("route")

@@ -85,6 +85,15 @@ def test_two_datasets_of_a_folder_never_share_their_files(graph, dataset, model,
     assert other.folder != dataset.folder
 
 
+def test_what_acts_while_training_alone_encodes_nothing_again(graph, dataset, model, clip):
+    graph.host.calls.clear()
+    folder = graph.run("GraftImageFolder", folder="zorb", resolution=64, caption_dropout=0.1, held_out=1)[0]
+    other = graph.run("GraftEncodeDataset", pictures=folder, vae=None, clip=clip, model=model)[0]
+    assert other.folder == dataset.folder
+    assert (other.caption_dropout, other.held_out) == (0.1, 1)
+    assert graph.host.calls == ["release"]
+
+
 def test_the_wrong_clip_is_refused_by_name_and_the_card_freed(graph, pictures, model, family_name):
     folder = graph.run("GraftImageFolder", folder="zorb", resolution=64)[0]
     width = tiny.WIDTHS[family_name]

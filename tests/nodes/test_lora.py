@@ -72,6 +72,26 @@ def test_a_lora_is_written_among_comfyuis_or_not_at_all(graph, trained, family_n
         save(graph, trained, family_name, name=name)
 
 
+def test_a_folder_of_loras_may_be_a_link_to_another_disk(graph, trained, family_name, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (graph.host.lora_folders()[0] / "graft").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    save(graph, trained, family_name)
+    assert (tmp_path / "elsewhere" / "zorb.safetensors").is_file()
+
+
+def test_a_lora_that_is_written_anew_under_its_name_is_read_anew(graph, trained, family_name):
+    """ComfyUI would give the cached MODEL out again, since no input has changed."""
+    save(graph, trained, family_name)
+    nodes = [graph.classes[name] for name in ("GraftLoadLora", "GraftConvertLora", "GraftInspectLora")]
+    marks = lambda: [node.fingerprint_inputs(lora_name="graft/zorb.safetensors") for node in nodes]  # noqa: E731
+    before = marks()
+    assert marks() == before
+    save(graph, trained, family_name, overwrite=True)
+    assert not set(before) & set(marks())
+    base = graph.classes["GraftLoadModel"].fingerprint_inputs
+    assert base(model_name=f"{family_name}.safetensors") != base(model_name=None)
+
+
 def test_any_layout_is_loaded_onto_a_graft_model_and_counted(graph, model, trained, family_name):
     save(graph, trained, family_name, layout="diffusers")
     changed, report = graph.run("GraftLoadLora", model=model, lora_name="graft/zorb.safetensors", strength=0.5).args

@@ -66,15 +66,6 @@ def test_the_settings_nodes_without_a_change_are_the_engines_defaults(graph):
     assert graph.run("GraftTrainSettings")[0] == TrainSettings()
 
 
-def test_choices_are_the_engines(graph):
-    from graft_lora.nodes import settings_nodes
-    from graft_lora.trainer.adapter_layers import KINDS
-    from graft_lora.trainer.settings import SAVE_DTYPES
-
-    assert tuple(KINDS) == settings_nodes.KINDS
-    assert tuple(SAVE_DTYPES) == settings_nodes.SAVE_DTYPES
-
-
 def test_every_training_setting_of_the_engine_has_a_widget(schemas):
     import dataclasses
 
@@ -123,12 +114,42 @@ def test_the_english_texts_are_the_schemas(schemas):
             assert texts[name]["outputs"][str(index)] == {"name": entry.display_name, "tooltip": entry.tooltip}
 
 
+def tooltip_when_tried(load):
+    load._try()
+    return load.precision_tooltip()
+
+
 def test_the_precision_tooltip_says_what_the_machine_can_run(graph):
     from graft_lora.nodes import load
 
-    tooltip = load.precision_tooltip()
+    tooltip = tooltip_when_tried(load)
     assert "This machine can run: " in tooltip
     assert "fp32" in tooltip
+
+
+def test_the_precisions_are_tried_when_a_page_asks_and_nobody_waits_for_it(graph, monkeypatch):
+    """The first question is ComfyUI's at its start, in which torchao must not be imported."""
+    import threading
+
+    from graft_lora.nodes import load
+
+    answer, tried = threading.Event(), []
+
+    def slow():
+        tried.append(threading.current_thread())
+        answer.wait(10)
+        return {"nf4": {}}
+
+    monkeypatch.setattr(load, "precision_faults", slow)
+    monkeypatch.setattr(load, "_asked", 0)
+    assert load.PENDING in load.precision_tooltip()
+    assert tried == []
+    assert load.PENDING in load.precision_tooltip()
+    answer.set()
+    (thread,) = (thread for thread in threading.enumerate() if thread in tried or thread.name == "graft-precisions")
+    thread.join(10)
+    assert tried == [thread]
+    assert load.precision_tooltip().endswith("This machine can run: nf4.")
 
 
 def test_a_precision_that_fails_everywhere_is_named_with_the_reason(graph, monkeypatch):
@@ -136,9 +157,7 @@ def test_a_precision_that_fails_everywhere_is_named_with_the_reason(graph, monke
     from graft_lora.trainer import modes
 
     monkeypatch.setattr(modes, "modes", lambda device, family: dict.fromkeys(load.PRECISIONS) | {"nf4": "no torchao"})
-    load._verdicts.cache_clear()
-    tooltip = load.precision_tooltip()
-    load._verdicts.cache_clear()
+    tooltip = tooltip_when_tried(load)
     assert "Not nf4: no torchao." in tooltip
     assert "nf4" not in tooltip.split("can run: ")[1].split(".")[0]
 
@@ -150,7 +169,4 @@ def test_a_driver_that_fails_does_not_break_the_node(graph, monkeypatch):
         raise RuntimeError("the driver is gone")
 
     monkeypatch.setattr("graft_lora.trainer.devices.read_device", broken)
-    load._verdicts.cache_clear()
-    tooltip = load.precision_tooltip()
-    load._verdicts.cache_clear()
-    assert "could not be found out: the driver is gone" in tooltip
+    assert "could not be found out: the driver is gone" in tooltip_when_tried(load)

@@ -259,6 +259,7 @@ def test_check_run_lists_every_verdict_and_loads_nothing(graph, model, dataset):
     assert report.startswith("All ")
     assert "✓ model file: " in report
     assert "✗" not in report
+    assert report.endswith("– --lowvram does not bind Graft")
     assert graph.host.calls == []
     assert model.hosted.base is None
     assert not (graph.host.output_directory() / "graft" / "my_lora").exists()
@@ -280,6 +281,12 @@ def test_check_run_says_all_that_is_wrong_at_once(graph, model, dataset, family_
     assert "✗ previews: preview prompt 1 has 8 features" in report
 
 
+def test_check_run_is_made_anew_each_time(graph):
+    """Its inputs stay the same when a disk fills up or another program takes the card: ComfyUI would show old words."""
+    one, other = (graph.classes["GraftCheckRun"].fingerprint_inputs(name="a") for _ in range(2))
+    assert one != other
+
+
 def test_check_run_and_train_ask_for_the_same(graph):
     train_inputs, check_inputs = (
         graph.classes[name].define_schema().inputs for name in ("GraftTrain", "GraftCheckRun")
@@ -292,6 +299,17 @@ def test_a_distilled_base_needs_the_switch(graph, tmp_path):
     with pytest.raises(RuntimeError, match="distilled"):
         graph.run("GraftLoadModel", model_name="krea2-turbo.safetensors")
     assert graph.run("GraftLoadModel", model_name="krea2-turbo.safetensors", allow_distilled=True)[0].hosted
+
+
+def test_the_second_transformer_can_be_queued_and_not_trained(graph, tmp_path):
+    """Its published name says what it is: previews and DualModelGuider need it loaded."""
+    from graft_lora.trainer.errors import WrongModelError
+    from graft_lora.trainer.preflight import open_model_file
+
+    path = tiny.write(tiny.build("ideogram4"), tmp_path / "models" / "ideogram4_unconditional.safetensors")
+    assert graph.classes["GraftLoadModel"].validate_inputs(path.name) is True
+    with pytest.raises(WrongModelError, match="no trainer trains"):
+        open_model_file(path)
 
 
 def test_a_file_that_is_no_base_is_refused_before_anything_is_queued(graph, tmp_path):

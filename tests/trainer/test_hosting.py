@@ -145,8 +145,6 @@ def test_tokens_of_one_adapter_are_one(path):
     assert hosted.token("a") is token
     with pytest.raises(KeyError, match="no adapter named 'b'"):
         hosted.token("b")
-    assert hosted.free_name("b") == "b"
-    assert hosted.free_name("a") == "a_2"
 
 
 def test_an_adapter_does_not_leave_in_the_middle_of_a_pass(path):

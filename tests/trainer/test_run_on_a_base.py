@@ -12,7 +12,7 @@ from graft_lora.trainer import adapters
 from graft_lora.trainer.adapters import LoraSettings
 from graft_lora.trainer.base_model import load_base
 from graft_lora.trainer.devices import Memory
-from graft_lora.trainer.errors import DatasetError, SettingsError, TrainingError
+from graft_lora.trainer.errors import DatasetError, SettingsError, StoppedError, TrainingError
 from graft_lora.trainer.families import FAMILIES
 from graft_lora.trainer.preflight import check, verdicts
 from graft_lora.trainer.run import Previews, run, train
@@ -115,6 +115,29 @@ def test_a_second_run_on_the_base_leaves_the_first_ones_adapter_as_it_was(tmp_pa
     assert same(first, second)
     assert all(map(torch.equal, kept, adapters.parameters(model, first.name)))
     assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("where", ["sampling", "decoding"])
+def test_a_stop_in_the_middle_of_a_preview_loses_no_step(settings, family_name, where):
+    """A preview takes minutes, so a Stop comes in one; ComfyUI's VAE raises it by itself."""
+    notes, prompts = Notes(), []
+    own = previews_of(family_name)
+
+    def decode(latents):
+        prompts.append(len(notes.steps))
+        if notes.steps:  # the first picture of the preview in the middle
+            notes._wish = STOP
+            if where == "decoding":
+                raise StoppedError("stopped")
+        return own.decode(latents)
+
+    result = on_base(settings, previews=dataclasses.replace(own, decode=decode), watcher=notes)
+    assert prompts == [0, 0, 2]
+    assert result.ended == STOP
+    assert result.lora.is_file()
+    resumed = on_base(settings, previews=own, resume=True)
+    assert len(resumed.losses) == 4
+    assert notes.steps == [(1, 4), (2, 4)]
 
 
 @pytest.mark.parametrize(("wish", "word"), [(STOP, "stopped after 2 of 4"), (FINISH, "finished early, after 2 of 4")])
