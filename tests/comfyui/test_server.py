@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from graft_lora.examples.demo import draw_folder
-from graft_lora.lora_convert import read_state
+from graft_lora.lora_convert import read_state, write_state
 from graft_lora.lora_convert.convert import convert_file
 from server import Graph, GraphError
 
@@ -337,3 +337,68 @@ def test_memory_comes_back_when_models_are_freed(server, zorbs):
         with open(f"/proc/{server.process.pid}/status") as status:
             sizes.append(next(int(line.split()[1]) for line in status if line.startswith("VmRSS")))
     assert max(sizes[1:]) < 1.05 * sizes[0], sizes
+
+
+def test_the_stock_dataset_nodes_give_a_dataset(server, zorbs, family_name):
+    """Their latents are raw: the normalisation that the stock node leaves out in some modes is applied."""
+    name = f"latents-{family_name}"
+    parts = Parts(family_name, zorbs, name)
+    add = parts.graph.add
+    loaded = add("LoadImageTextDataSetFromFolder", folder=zorbs)
+    made = add("MakeTrainingDataset", images=loaded[0], texts=loaded[1], vae=parts.vae[0], clip=parts.clip[0])
+    dataset = add(
+        "GraftDatasetFromLatents", latents=made[0], conditioning=made[1], captions=loaded[1], model=parts.model[0],
+        caption_dropout=0.0, held_out=0,
+    )  # fmt: skip
+    parts.graph[str(parts.train)]["inputs"]["dataset"] = dataset[0]
+    server.run(parts.graph)
+    folders = []
+    for run in (name, f"first-{family_name}"):
+        config = server.folder / "output" / "graft" / run / "config.json"
+        if not config.is_file():
+            server.run(Parts(family_name, zorbs, run).graph)
+        folders.append(json.loads(config.read_text())["dataset"]["cache"])
+    found, wanted = (_samples(server.folder / folder) for folder in folders)
+    assert len(found) == len(wanted) == 6
+    for caption, tensors in wanted:
+        alike = [
+            other
+            for text, other in found
+            if text == caption and difference(other["latents"], tensors["latents"]) < 1e-5
+        ]
+        assert len(alike) == 1, caption
+        assert torch.equal(alike[0]["conditioning"], tensors["conditioning"])
+
+
+def _samples(folder):
+    """Captions and tensors of a folder's encoded pictures."""
+    read = [read_state(path) for path in folder.glob("*.safetensors")]
+    return [(metadata["caption"], tensors) for tensors, metadata in read if "latents" in tensors]
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_a_file_of_comfyuis_own_fp8_quantiser_trains_and_samples_as_what_it_means(server, zorbs, precision):
+    """Against ComfyUI's own loader on the same file, whose scales it applies too."""
+    kitchen = pytest.importorskip("comfy_kitchen.tensor")
+    folder = server.folder / "models" / "diffusion_models"
+    state, _ = read_state(folder / "krea2.safetensors")
+    mark = torch.tensor(list(json.dumps({"format": "float8_e4m3fn"}).encode()), dtype=torch.uint8)
+    for key in [key for key in state if key.startswith("blocks.") and state[key].ndim == 2]:
+        weight = state.pop(key).float() * 3  # scales far from 1
+        quantised = kitchen.QuantizedTensor.from_float(weight, "TensorCoreFP8Layout")
+        state |= {f"{key}{suffix[6:]}": value for suffix, value in quantised.state_dict("weight").items()}
+        state[f"{key.removesuffix('weight')}comfy_quant"] = mark.clone()
+    write_state(folder / "scaled.safetensors", state, {}, overwrite=True)
+    graph = Graph()
+    clip = graph.add("TestClip", file="krea2.safetensors", wrong=False)
+    stock = graph.add("UNETLoader", unet_name="scaled.safetensors", weight_dtype="default")
+    node = sample(graph, "krea2", clip, stock[0], "scaled-stock")
+    wanted = latents(server, server.run(graph), node)
+    parts = Parts("krea2", zorbs, f"scaled-{precision}", precision)
+    parts.graph[str(parts.model)]["inputs"]["model_name"] = "scaled.safetensors"
+    base, trained = (parts.sample(model[0], "scaled") for model in (parts.model, parts.train))
+    outputs = server.run(parts.graph)
+    found = latents(server, outputs, base)
+    # What the file means, quantised once more by rows: fp8 has 3 bits behind the point, int8 7 in all.
+    assert difference(found, wanted) < 0.2
+    assert difference(latents(server, outputs, trained), found) > 0.01
