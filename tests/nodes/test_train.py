@@ -296,6 +296,8 @@ def test_a_distilled_base_needs_the_switch(graph, tmp_path):
     tiny.write(tiny.build("krea2"), tmp_path / "models" / "krea2-turbo.safetensors")
     with pytest.raises(RuntimeError, match="distilled"):
         graph.run("GraftLoadModel", model_name="krea2-turbo.safetensors")
+    with pytest.raises(RuntimeError, match="or set allow_distilled"):  # the widget, not the command line's [model]
+        graph.run("GraftLoadModel", model_name="krea2-turbo.safetensors")
     assert graph.run("GraftLoadModel", model_name="krea2-turbo.safetensors", allow_distilled=True)[0].hosted
 
 
