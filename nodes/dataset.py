@@ -244,7 +244,7 @@ class EncodeDataset(io.ComfyNode):
             host.release(vae, clip)
         host.show_text(
             cls.hidden.unique_id,
-            f"{encoded.count} pictures in {len(encoded.buckets)} shapes; {encoded.made} tensors encoded now, "
+            f"{encoded.count} pictures in {len(encoded.buckets)} buckets; {encoded.made} tensors encoded now, "
             f"{encoded.found} from before\n{encoded.bytes / 2**20:,.0f} MiB in {folder}",
         )
         return io.NodeOutput(

@@ -37,7 +37,10 @@ class CheckRun(io.ComfyNode):
             search_aliases=["graft", "preflight", "dry run", "validate training", "will it fit"],
             is_output_node=True,
             inputs=run_inputs(),
-            outputs=[io.String.Output(display_name="report", tooltip="One line for each check.")],
+            outputs=[
+                io.Model.Output(display_name="model", tooltip="The same model: Train LoRA then waits for the checks."),
+                io.String.Output(display_name="report", tooltip="One line for each check."),
+            ],
             hidden=[io.Hidden.unique_id],
         )
 
@@ -78,7 +81,7 @@ class CheckRun(io.ComfyNode):
         lines = [f"{MARKS[verdict.ok]} {verdict.name}: {for_graph(verdict.message)}" for verdict in found]
         text = "\n".join([head, *lines, *(f"{MARKS[None]} {note}" for note in host.option_notes())])
         host.show_text(cls.hidden.unique_id, text)
-        return io.NodeOutput(text, ui=ui.PreviewText(text))
+        return io.NodeOutput(model, text, ui=ui.PreviewText(text))
 
 
 def _previews(request: PreviewRequest, model: Any, dataset: EncodedDataset) -> Any:

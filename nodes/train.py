@@ -122,7 +122,8 @@ class Train(io.ComfyNode):
             if shown is not None and guides:
                 shown = replace(shown, guide=host.hosted_base(guides[0]).guide(checked))
             try:
-                result = train(checked, base, shown, graph_watcher(node, settings.train.steps, finish), continuing)
+                watcher = graph_watcher(node, settings.train.steps, finish)
+                result = train(checked, base, shown, watcher, continuing)
             except TrainingError as error:
                 if not host.interrupted():
                     raise
@@ -137,10 +138,10 @@ class Train(io.ComfyNode):
                 f"{CONTINUE} and queue again.",
             )
             host.raise_interrupt()
-        return cls._outputs(node, result, trained)
+        return cls._outputs(node, result, trained, watcher)
 
     @classmethod
-    def _outputs(cls, node: str | None, result: Any, trained: Any) -> io.NodeOutput:
+    def _outputs(cls, node: str | None, result: Any, trained: Any, watcher: Any) -> io.NodeOutput:
         from ..lora_convert import read_state
 
         early = " early, as asked," if result.ended else ""
@@ -148,9 +149,11 @@ class Train(io.ComfyNode):
         state, _ = read_state(result.lora)
         loss = read_image(result.folder / "loss.png")
         grid = result.folder / "preview.png"
-        picture = read_image(grid) if grid.is_file() else loss
+        shown = grid if grid.is_file() else result.folder / "loss.png"
+        # The page keeps showing the last picture of a node that was live, in the place of its output.
+        watcher.show(len(result.losses), shown)
         handle = RunHandle(result.folder, result.lora)
-        return io.NodeOutput(trained, state, loss, handle, ui=ui.PreviewImage(picture, cls=cls))
+        return io.NodeOutput(trained, state, loss, handle, ui=ui.PreviewImage(read_image(shown), cls=cls))
 
 
 def graph_watcher(node: str | None, steps: int, finish: threading.Event) -> Any:
@@ -171,6 +174,11 @@ def graph_watcher(node: str | None, steps: int, finish: threading.Event) -> Any:
             self.picture: Image.Image | None = None  # the newest preview
             self.drawn = 0.0
             self.seconds: list[float] = []
+
+        def show(self, done: int, path: Path) -> None:
+            """A picture in the place of the newest preview, at the end of the bar."""
+            with Image.open(path) as file:
+                self.bar.update(done, done, file.convert("RGB"))
 
         def say(self, sentence: str) -> None:
             tell(node, sentence)

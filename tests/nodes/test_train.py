@@ -79,8 +79,9 @@ def test_a_run_gives_the_trained_model_the_lora_the_plot_and_the_run(graph, mode
 def test_progress_shows_step_loss_speed_and_time_left_and_a_picture(graph, model, dataset):
     train(graph, model, dataset)
     bar = next(bar for bar in graph.host.bars if bar.total == 3)
-    assert [done for done, _, _ in bar.steps] == [1, 2, 3]
-    assert bar.steps[-1][2].size == (640, 360)
+    assert [done for done, _, _ in bar.steps] == [1, 2, 3, 3]
+    assert bar.steps[2][2].size == (640, 360)  # the live curve
+    assert bar.steps[3][2].size == (960, 504)  # the run's own plot, which stays
     lines = [text for text in graph.host.texts if text.startswith("step 2 of 3 · loss ")]
     assert len(lines) == 1
     assert "s/step" in lines[0]
@@ -253,7 +254,8 @@ def test_a_name_that_is_no_folders_is_refused_before_anything_is_queued(graph, n
 
 def test_check_run_lists_every_verdict_and_loads_nothing(graph, model, dataset):
     graph.host.calls.clear()
-    report = graph.run("GraftCheckRun", model=model, dataset=dataset)[0]
+    passed, report = graph.run("GraftCheckRun", model=model, dataset=dataset).args
+    assert passed is model
     assert report.startswith("All ")
     assert "✓ model file: " in report
     assert "✗" not in report
@@ -272,7 +274,7 @@ def test_check_run_says_all_that_is_wrong_at_once(graph, model, dataset, family_
         dataset=dataset,
         lora_settings=wrong,
         preview=preview(graph, family_name, prompts=texts),
-    )[0]
+    )[1]
     assert report.startswith("2 of ")
     assert "✗ targets: " in report
     assert "– disk space: not checked" in report
