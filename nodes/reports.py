@@ -50,11 +50,6 @@ class CheckRun(io.ComfyNode):
         return True if name is None else name_fault(name) or True
 
     @classmethod
-    def fingerprint_inputs(cls, **_inputs: Any) -> float:
-        """Another one each time: free memory, disks and folders change without any input."""
-        return float("nan")
-
-    @classmethod
     @guarded
     def execute(
         cls,
