@@ -207,7 +207,7 @@ class EncodeDataset(io.ComfyNode):
             search_aliases=["graft", "cache latents", "vae encode dataset", "encode captions"],
             inputs=[
                 Pictures.Input("pictures", tooltip="From Image Folder Dataset."),
-                io.Vae.Input("vae", tooltip="The model's own VAE: Wan 2.1's for Krea 2, Flux 2's for Ideogram 4."),
+                io.Vae.Input("vae", tooltip="The model's own VAE: Qwen Image's for Krea 2, Flux 2's for Ideogram 4."),
                 io.Clip.Input("clip", tooltip="The model's own text encoder, loaded with the type krea2 or ideogram4."),
                 io.Model.Input("model", tooltip="From Load Model for LoRA Training: says what the latents must be."),
             ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
@@ -10,6 +11,9 @@ import torch
 
 from ..lora_convert import LoraError
 from ..trainer.errors import GraftError
+
+# The engine names a setting by its table in the command line's file; in a graph it is the widget of that name.
+_TABLE = re.compile(r"\[(?:model|dataset|lora|train|preview)\] ")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,7 +32,12 @@ def guarded(work: Callable[P, R]) -> Callable[P, R]:
             with torch.inference_mode(False):
                 return work(*arguments, **options)
         except (GraftError, LoraError, OSError) as error:
-            message = str(error)
+            message = for_graph(str(error))
         raise RuntimeError(message)
 
     return run
+
+
+def for_graph(message: str) -> str:
+    """An engine's message in a graph's words."""
+    return _TABLE.sub("", message)

@@ -12,7 +12,7 @@ from ..trainer.errors import GraftError
 from ..trainer.families import FAMILIES
 from ..trainer.quantization import PRECISIONS
 from . import host
-from .guard import guarded
+from .guard import for_graph, guarded
 from .kinds import CATEGORY
 
 AUTO = "auto"
@@ -158,7 +158,7 @@ def _verdicts() -> str:
     able = [name for name, found in faults.items() if len(found) < len(FAMILIES)]
     lines = [f"This machine can run: {', '.join(able) or 'none of them'}."]
     for name, found in faults.items():
-        lines += [f"Not {name}: {fault}." for fault in dict.fromkeys(found.values())]
+        lines += [f"Not {name}: {for_graph(fault)}." for fault in dict.fromkeys(found.values())]
     return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ from ..trainer.errors import DatasetError, GraftError
 from ..trainer.families import FAMILIES
 from ..trainer.quantization import PRECISIONS
 from . import host
-from .guard import guarded
+from .guard import for_graph, guarded
 from .kinds import CATEGORY, EncodedDataset, PreviewRequest, Run, RunHandle
 from .pictures import loss_plot_image
 from .runs import CONTINUE, name_fault, previews, run_folder, run_settings
@@ -50,11 +50,6 @@ class CheckRun(io.ComfyNode):
         return True if name is None else name_fault(name) or True
 
     @classmethod
-    def fingerprint_inputs(cls, **_inputs: Any) -> float:
-        """Another one each time: free memory, disks and folders change without any input."""
-        return float("nan")
-
-    @classmethod
     @guarded
     def execute(
         cls,
@@ -78,7 +73,7 @@ class CheckRun(io.ComfyNode):
         head = (
             f"{wrong} of {len(found)} checks failed" if wrong else f"All {len(found)} checks passed: it can be trained"
         )
-        lines = [f"{MARKS[verdict.ok]} {verdict.name}: {verdict.message}" for verdict in found]
+        lines = [f"{MARKS[verdict.ok]} {verdict.name}: {for_graph(verdict.message)}" for verdict in found]
         text = "\n".join([head, *lines, *(f"{MARKS[None]} {note}" for note in host.option_notes())])
         host.show_text(cls.hidden.unique_id, text)
         return io.NodeOutput(model, text, ui=ui.PreviewText(text))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import safe_open
@@ -30,6 +31,7 @@ CACHE_FORMAT = "graft-cache-1"
 EMPTY, EMPTY_FORMAT = "empty-prompt.safetensors", "graft-empty-1"  # beside the samples of a folder
 KEY = "key of "  # in a sample's header, before the tensor's name: a hash of everything that it depends on
 
+T = TypeVar("T")
 Key = tuple[object, ...]  # all that an encoded tensor depends on
 
 
@@ -342,7 +344,7 @@ def encode_into(
         resolution: see `place_pictures`.
         encoders: of the family.
         flip: encode the mirrored pictures too.
-        progress: called with the number of samples done and of all.
+        progress: called with the number of encodings done and of all; a sample is two.
 
     Raises:
         DatasetError: what `encode_pictures` refuses.
@@ -350,13 +352,18 @@ def encode_into(
     folder = Path(folder)
     placed = place_pictures(pictures, family, resolution)
     folder.mkdir(parents=True, exist_ok=True)
-    store = _Store(folder)
-    store.empty(family, encoders)
-    written = set()
-    for number, entry in enumerate(placed):
-        written.add(store.sample(entry, family, encoders, flip))
+    store = _Store(folder, family, encoders, flip)
+    done = iter(range(1, 2 * len(placed) + 1))
+
+    def told(made: T) -> T:
         if progress is not None:
-            progress(number + 1, len(placed))
+            progress(next(done), 2 * len(placed))
+        return made
+
+    # First all latents, which are small: VAE and text encoder must not take turns on a card that holds one of them.
+    latents = [told(store.latents(entry)) for entry in placed]
+    store.empty()
+    written = {told(store.sample(entry, *made)) for entry, made in zip(placed, latents, strict=True)}
     for path, metadata in _sample_headers(folder):
         if path not in written and metadata.get("format") == SAMPLE_FORMAT:
             path.unlink()
@@ -368,8 +375,8 @@ def encode_into(
 class _Store:
     """A folder of samples, and which of their tensors can be used again."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, family: Family, encoders: Encoders, flip: bool) -> None:
+        self.folder, self.family, self.encoders, self.flip = folder, family, encoders, flip
         self.made = self.found = 0
         self.places: dict[str, tuple[Path, str]] = {}
         for path, metadata in _sample_headers(folder):
@@ -377,46 +384,67 @@ class _Store:
                 if entry.startswith(KEY):
                     self.places[key] = path, entry.removeprefix(KEY)
 
-    def sample(self, entry: PlacedPicture, family: Family, encoders: Encoders, flip: bool) -> Path:
-        """The file of one picture, written unless it is there with all its tensors."""
+    def latents(self, entry: PlacedPicture) -> tuple[dict[str, Key], dict[str, Tensor]]:
+        """What each tensor of a picture's sample depends on, and its latents: none where the whole sample is there."""
         picture, digest = entry.picture, _digest(entry.picture)
-        keys = {
-            "conditioning": _conditioning_key(picture.caption, family, encoders),
-            "latents": _latents_key(entry, digest, False, family, encoders),
-        }
-        if flip:
-            keys["flipped"] = _latents_key(entry, digest, True, family, encoders)
+        keys = {"latents": _latents_key(entry, digest, False, self.family, self.encoders)}
+        if self.flip:
+            keys["flipped"] = _latents_key(entry, digest, True, self.family, self.encoders)
+        keys["conditioning"] = _conditioning_key(picture.caption, self.family, self.encoders)
         if entry.weights is not None:
             keys["weights"] = ("weights", hashlib.sha256(entry.weights.numpy().tobytes()).hexdigest())
-        names = {KEY + part: _name_of(key) for part, key in keys.items()}
+        if self._is_there(picture, keys):
+            return keys, {}
+        return keys, {
+            part: self._tensor(
+                _name_of(keys[part]),
+                picture.name,
+                partial(_latents, entry, part == "flipped", self.family, self.encoders),
+            )
+            for part in ("latents", "flipped")
+            if part in keys
+        }
+
+    def sample(self, entry: PlacedPicture, keys: dict[str, Key], latents: dict[str, Tensor]) -> Path:
+        """The file of one picture, written unless it is there with all its tensors; the rest is from `latents`."""
+        picture = entry.picture
         path = _sample_path(self.folder, picture.name)
-        wanted = {**_header(picture.name, picture.caption, picture.repeats, family), **names}
-        if path.is_file() and _metadata(path) == wanted:
+        if not latents:
             self.found += len(keys) - ("weights" in keys)
             return path
-        makers = {
-            "conditioning": (f"the caption of {picture.name}", partial(encoders.text, picture.caption)),
-            "latents": (picture.name, partial(_latents, entry, False, family, encoders)),
-            "flipped": (picture.name, partial(_latents, entry, True, family, encoders)),
-        }
-        tensors = {part: self._tensor(names[KEY + part], *makers[part]) for part in keys if part in makers}
+        names = self._names(keys)
+        conditioning = self._tensor(
+            names[KEY + "conditioning"],
+            f"the caption of {picture.name}",
+            partial(self.encoders.text, picture.caption),
+        )
         sample = Sample(
             picture.name,
             picture.caption,
-            tensors["latents"],
-            tensors["conditioning"],
-            tensors.get("flipped"),
+            latents["latents"],
+            conditioning,
+            latents.get("flipped"),
             entry.weights,
             picture.repeats,
         )
-        write_sample(self.folder, sample, family, overwrite=True, keys=names)
-        self.places |= {name: (path, entry.removeprefix(KEY)) for entry, name in names.items()}
+        write_sample(self.folder, sample, self.family, overwrite=True, keys=names)
+        self.places |= {name: (path, part.removeprefix(KEY)) for part, name in names.items()}
         return path
 
-    def empty(self, family: Family, encoders: Encoders) -> None:
+    def _is_there(self, picture: CaptionedPicture, keys: dict[str, Key]) -> bool:
+        path = _sample_path(self.folder, picture.name)
+        wanted = {**_header(picture.name, picture.caption, picture.repeats, self.family), **self._names(keys)}
+        return path.is_file() and _metadata(path) == wanted
+
+    @staticmethod
+    def _names(keys: dict[str, Key]) -> dict[str, str]:
+        """As they stand in a sample's header."""
+        return {KEY + part: _name_of(key) for part, key in keys.items()}
+
+    def empty(self) -> None:
         """The file of the empty prompt."""
-        name = _name_of(_conditioning_key("", family, encoders))
-        tensor = self._tensor(name, "the empty prompt", partial(encoders.text, ""))
+        name = _name_of(_conditioning_key("", self.family, self.encoders))
+        tensor = self._tensor(name, "the empty prompt", partial(self.encoders.text, ""))
         write_empty(self.folder, tensor, {KEY + "conditioning": name})
 
     def _tensor(self, key: str, what: str, make: Callable[[], Tensor]) -> Tensor:

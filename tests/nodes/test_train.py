@@ -281,10 +281,14 @@ def test_check_run_says_all_that_is_wrong_at_once(graph, model, dataset, family_
     assert "✗ previews: preview prompt 1 has 8 features" in report
 
 
-def test_check_run_is_made_anew_each_time(graph):
-    """Its inputs stay the same when a disk fills up or another program takes the card: ComfyUI would show old words."""
-    one, other = (graph.classes["GraftCheckRun"].fingerprint_inputs(name="a") for _ in range(2))
-    assert one != other
+def test_an_unchanged_graph_does_not_train_again(graph, pictures, family_name):
+    """Everything before Train LoRA has the same fingerprint twice, Check Run too, whose model it may take: a new one
+    would start hours of training again where the sampler's seed alone has changed.
+    """
+    given = {"folder": "zorb", "model_name": f"{family_name}.safetensors", "lora_name": None}
+    for name, node in graph.classes.items():
+        fingerprint = getattr(node, "fingerprint_inputs", None)
+        assert fingerprint is None or fingerprint(**given) == fingerprint(**given), name
 
 
 def test_check_run_and_train_ask_for_the_same(graph):
@@ -297,6 +301,8 @@ def test_check_run_and_train_ask_for_the_same(graph):
 def test_a_distilled_base_needs_the_switch(graph, tmp_path):
     tiny.write(tiny.build("krea2"), tmp_path / "models" / "krea2-turbo.safetensors")
     with pytest.raises(RuntimeError, match="distilled"):
+        graph.run("GraftLoadModel", model_name="krea2-turbo.safetensors")
+    with pytest.raises(RuntimeError, match="or set allow_distilled"):  # the widget, not the command line's [model]
         graph.run("GraftLoadModel", model_name="krea2-turbo.safetensors")
     assert graph.run("GraftLoadModel", model_name="krea2-turbo.safetensors", allow_distilled=True)[0].hosted
 

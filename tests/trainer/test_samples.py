@@ -256,6 +256,16 @@ def test_a_folder_of_samples_is_what_encoding_gives_and_a_second_time_encodes_no
     assert before.items() <= {p.name: p.stat().st_mtime_ns for p in (tmp_path / "cache").iterdir()}.items()
 
 
+def test_vae_and_text_encoder_do_not_take_turns(tmp_path, family_name):
+    """On a card that holds one of them, each turn would move gigabytes."""
+    family, steps = FAMILIES[family_name], []
+    counting = Counting(family)
+    pictures = read_folder(folder_of_two(tmp_path))
+    encode_into(tmp_path / "cache", pictures, family, 64, counting.encoders, True, lambda *step: steps.append(step))
+    assert [isinstance(asked, str) for asked in counting.asked] == 4 * [False] + 3 * [True]
+    assert steps == [(done, 4) for done in (1, 2, 3, 4)]
+
+
 def test_a_folder_of_samples_encodes_what_changed_alone(tmp_path):
     family, folder, cache = FAMILIES["krea2"], folder_of_two(tmp_path), tmp_path / "cache"
     fill(folder, cache, family)
