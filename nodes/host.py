@@ -138,7 +138,12 @@ class HostedTransformer(nn.Module):
     def _refuse(self, family: Family, options: Mapping[str, Any], conditions: Mapping[str, Any]) -> None:
         """Raises for what would change the picture in a stock model and cannot here."""
         given = [name for name, value in conditions.items() if value is not None]
-        patches = [f"{place} {name}" for place in ("patches", "patches_replace") for name in options.get(place, {})]
+        patches = [
+            f"{place} {name}"
+            for place in ("patches", "patches_replace")
+            for name, value in options.get(place, {}).items()
+            if value
+        ]
         for what in (*given, *patches):
             raise SettingsError(
                 f"the MODEL from Graft ({family.title}) cannot take {what}, which a node has added; it would be left "
@@ -288,9 +293,10 @@ def load_base_model(
     dtype = compute_dtype_of(compute_dtype)
     config.set_inference_dtype(dtype, None)
     with torch.inference_mode(False):
-        model = config.get_model({}, "", device=management.unet_offload_device())
+        model = config.get_model({}, "", device=torch.device("cpu"))
         model.diffusion_model = HostedTransformer(hosted, dtype, model)
-    return GraftPatcher(model, load_device=hosted.place, offload_device=management.unet_offload_device())
+    # Also with --highvram, which would leave it on the card for good: a run needs the card to itself.
+    return GraftPatcher(model, load_device=hosted.place, offload_device=torch.device("cpu"))
 
 
 def is_hosted(model: Any) -> bool:
@@ -512,7 +518,11 @@ def training(model: GraftPatcher, node_id: str | None, *guides: GraftPatcher) ->
 def _known(model: GraftPatcher) -> None:
     """Puts the base on ComfyUI's list of loaded models, which it may have left while it trained: else it would stay."""
     if model.hosted.on_device and not any(model.is_clone(entry.model) for entry in _loaded()):
-        management.load_models_gpu([model], force_full_load=True)
+        try:
+            management.load_models_gpu([model], force_full_load=True)
+        except Exception as error:  # the run's own error, which may be on its way, is the one to be seen
+            log.warning("Graft: the base could not stay on the device after the run (%s)", error)
+            model.hosted.to_host()
 
 
 # --- interruption and progress ---------------------------------------------------------------------------------------
@@ -667,7 +677,8 @@ def decoder_of(vae: Any, family: Family) -> Any:
         try:
             with torch.no_grad():
                 given = latents.unsqueeze(2) if format.latent_dimensions == 3 else latents
-                pictures = vae.decode(format.process_out(given))
+                raw = format.process_out(given)
+                pictures = vae.decode_tiled(raw) if _needs_tiles(vae, raw) else vae.decode(raw)
         except management.InterruptProcessingException:
             management.interrupt_current_processing(True)  # raising it has cleared it
             raise StoppedError("stopped while a picture was decoded") from None
@@ -678,6 +689,21 @@ def decoder_of(vae: Any, family: Family) -> Any:
             return pictures.movedim(-1, 1) * 2 - 1
 
     return decode
+
+
+def _needs_tiles(vae: Any, latents: Tensor) -> bool:
+    """Whether a VAE needs more than is free to decode a picture at once.
+
+    A run keeps its base on the card, so ComfyUI cannot make room; and where the driver lets a card overflow into main
+    memory, as on Windows, decoding would not fail but take minutes.
+    """
+    needed = getattr(vae, "memory_used_decode", None)
+    if needed is None or management.is_device_cpu(vae.device):
+        return False
+    tiled = needed(latents.shape, vae.vae_dtype) > management.get_free_memory(vae.device)
+    if tiled:
+        log.info("Graft: the preview is decoded in tiles, since there is no room to decode it at once")
+    return tiled
 
 
 def encode_text(clip: Any, caption: str) -> Tensor:

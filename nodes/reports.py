@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from comfy_api.latest import io, ui
@@ -14,7 +15,7 @@ from . import host
 from .guard import for_graph, guarded
 from .kinds import CATEGORY, EncodedDataset, PreviewRequest, Run, RunHandle
 from .pictures import loss_plot_image
-from .runs import CONTINUE, name_fault, previews, run_folder, run_settings
+from .runs import begin, name_fault, previews, run_settings
 from .train import run_inputs
 
 AUTO, BOTH = "auto", "both"
@@ -63,10 +64,12 @@ class CheckRun(io.ComfyNode):
     ) -> io.NodeOutput:
         from ..trainer.preflight import verdicts
 
-        folder = run_folder(name, resume)
-        settings = run_settings(model, dataset, folder, lora_settings, train_settings, preview)
+        def settings_in(folder: Path) -> Any:
+            return run_settings(model, dataset, folder, lora_settings, train_settings, preview)
+
         shown = preview is not None
-        found = verdicts(settings, None, resume == CONTINUE, memory=host.memory(), previews=shown)
+        settings, continuing, note = begin(name, resume, settings_in, shown)
+        found = verdicts(settings, None, continuing, memory=host.memory(), previews=shown)
         if preview is not None:
             found.append(_previews(preview, model, dataset))
         wrong = sum(verdict.ok is False for verdict in found)
@@ -74,7 +77,7 @@ class CheckRun(io.ComfyNode):
             f"{wrong} of {len(found)} checks failed" if wrong else f"All {len(found)} checks passed: it can be trained"
         )
         lines = [f"{MARKS[verdict.ok]} {verdict.name}: {for_graph(verdict.message)}" for verdict in found]
-        text = "\n".join([head, *lines, *(f"{MARKS[None]} {note}" for note in host.option_notes())])
+        text = "\n".join([head, *lines, *(f"{MARKS[None]} {said}" for said in [note, *host.option_notes()] if said)])
         host.show_text(cls.hidden.unique_id, text)
         return io.NodeOutput(model, text, ui=ui.PreviewText(text))
 

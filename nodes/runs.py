@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..trainer.errors import DatasetError, SettingsError
+from ..trainer.errors import DatasetError, GraftError, SettingsError
 from . import host
 from .kinds import EncodedDataset, PreviewRequest
 
-NEW, CONTINUE = "new run", "continue"
+EITHER, NEW, CONTINUE = "continue or new", "new run", "continue"
 RESERVED = ("encoded", "quantized")  # folders beside the runs'
 
 
@@ -28,7 +29,7 @@ def name_fault(name: str) -> str:
 
 def run_folder(name: str, how: str) -> Path:
     """The run's folder: with `NEW` the first of name, name_2, … that is free, so that nothing is overwritten; with
-    `CONTINUE` the last of them that is there.
+    `CONTINUE` the last of them that can be continued.
 
     Raises:
         SettingsError: a name that cannot be a run's, or no run to continue.
@@ -37,13 +38,59 @@ def run_folder(name: str, how: str) -> Path:
         raise SettingsError(fault)
     folder, number, last = runs_folder() / name, 1, None
     while folder.exists():
-        last, number = folder, number + 1
+        last, number = folder if (folder / "state").is_dir() else last, number + 1
         folder = runs_folder() / f"{name}_{number}"
     if how == NEW:
         return folder
     if last is None:
-        raise SettingsError(f"{folder} is not there: there is no run to continue; set resume to {NEW!r}")
+        raise SettingsError(f"no run called {name} is there to be continued; set resume to {NEW!r}")
     return last
+
+
+class Begun(NamedTuple):
+    """Which run a graph means.
+
+    Attributes:
+        settings: its own, with its folder.
+        resume: it is there and goes on.
+        note: what the user should know of that choice; empty for nothing.
+    """
+
+    settings: Any
+    resume: bool
+    note: str
+
+
+def begin(name: str, how: str, settings_in: Callable[[Path], Any], encoded_previews: bool) -> Begun:
+    """The run of a name: a new one, the last one, or with `EITHER` the last one where it is the same, else a new one.
+
+    ComfyUI forgets a node's outputs when another workflow runs, and with the program: without `EITHER` an unchanged
+    graph would then train anew for hours.
+
+    Args:
+        name: of the run.
+        how: one of `EITHER`, `NEW` and `CONTINUE`.
+        settings_in: the run's settings, given its folder.
+        encoded_previews: see `preflight.check`.
+    """
+    from ..trainer.preflight import check
+    from ..trainer.run import difference
+
+    if how != EITHER:
+        return Begun(settings_in(run_folder(name, how)), how == CONTINUE, "")
+    new = run_folder(name, NEW)
+    try:
+        last = run_folder(name, CONTINUE)
+    except SettingsError:
+        return Begun(settings_in(new), False, "")
+    settings = settings_in(last)
+    try:
+        other = difference(check(settings, None, True, memory=host.memory(), previews=encoded_previews))
+    except (GraftError, OSError) as error:
+        other = str(error)
+    if not other:
+        return Begun(settings, True, f"going on with the run in {last}")
+    return Begun(settings_in(new), False, f"a new run in {new.name}, since it is not the one in {last.name}: {other}")
 
 
 def run_settings(

@@ -28,7 +28,7 @@ from .kinds import (
     TrainSettingsKind,
 )
 from .pictures import loss_curve, read_image
-from .runs import CONTINUE, NEW, name_fault, previews, run_folder, run_settings
+from .runs import CONTINUE, EITHER, NEW, begin, name_fault, previews, run_settings
 
 log = logging.getLogger(__name__)
 
@@ -44,15 +44,16 @@ def run_inputs() -> list[Any]:
         io.String.Input(
             "name",
             default="my_lora",
-            tooltip="Names the run's folder, output/graft/name, and its LoRA file. If it is there already, a new run "
-            "is called name_2: nothing is overwritten.",
+            tooltip="Names the run's folder, output/graft/name, and its LoRA file. A further run is called name_2: "
+            "nothing is overwritten.",
         ),
         io.Combo.Input(
             "resume",
-            options=[NEW, CONTINUE],
-            default=NEW,
-            tooltip="continue goes on where the last run of this name was stopped, exactly as if it had not been. Its "
-            "settings must be the same; with a constant schedule, steps may be raised.",
+            options=[EITHER, NEW, CONTINUE],
+            default=EITHER,
+            tooltip="continue or new goes on with the last run of this name where it was stopped, exactly as if it had "
+            "not been, or takes its result where it has ended; where anything that it depends on was changed, it "
+            "begins a new run. new run always begins anew. continue never does, and says what is different.",
         ),
         LoraSettingsKind.Input("lora_settings", optional=True, tooltip="Left out: rank 32 on attention and MLP."),
         TrainSettingsKind.Input(
@@ -110,9 +111,14 @@ class Train(io.ComfyNode):
         from ..trainer.run import train
         from ..trainer.watcher import STOP
 
-        node, continuing = cls.hidden.unique_id, resume == CONTINUE
-        folder = run_folder(name, resume)
-        settings = run_settings(model, dataset, folder, lora_settings, train_settings, preview)
+        node = cls.hidden.unique_id
+
+        def settings_in(folder: Path) -> Any:
+            return run_settings(model, dataset, folder, lora_settings, train_settings, preview)
+
+        settings, continuing, note = begin(name, resume, settings_in, preview is not None)
+        if note:
+            tell(node, note)
         shown = None if preview is None else previews(preview, model, dataset)
         checked = check(settings, None, continuing, memory=host.memory(), previews=shown is not None)
         guides = [] if preview is None or preview.unconditional is None else [preview.unconditional]
@@ -134,8 +140,8 @@ class Train(io.ComfyNode):
         if result.ended == STOP:
             tell(
                 node,
-                f"Stopped after step {len(result.losses)}. The LoRA so far is {result.lora}. To go on, set resume to "
-                f"{CONTINUE} and queue again.",
+                f"Stopped after step {len(result.losses)}. The LoRA so far is {result.lora}. To go on, queue "
+                "again: with resume at new run it would begin anew.",
             )
             host.raise_interrupt()
         return cls._outputs(node, result, trained, watcher)
@@ -171,7 +177,8 @@ def graph_watcher(node: str | None, steps: int, finish: threading.Event) -> Any:
 
         def __init__(self) -> None:
             self.bar = host.progress(node, steps)
-            self.picture: Image.Image | None = None  # the newest preview
+            self.previews = False  # there was one, which the node keeps showing
+            self.picture: Image.Image | None = None  # one that is not shown yet
             self.drawn = 0.0
             self.seconds: list[float] = []
 
@@ -188,16 +195,15 @@ def graph_watcher(node: str | None, steps: int, finish: threading.Event) -> Any:
             speed = sum(self.seconds) / len(self.seconds)
             recent = losses[-RECENT:]
             host.show_text(node, progress_text(entry.step, total, sum(recent) / len(recent), speed))
-            picture = None
-            if time.monotonic() - self.drawn > REDRAW or entry.step == total:
+            picture, self.picture = self.picture, None
+            if not self.previews and (time.monotonic() - self.drawn > REDRAW or entry.step == total):
                 self.drawn = time.monotonic()
-                picture = self.picture or loss_curve(losses)
+                picture = loss_curve(losses)
             self.bar.update(entry.step, total, picture)
 
         def previewed(self, step: int, path: Path) -> None:
             with Image.open(path) as file:
-                self.picture = file.convert("RGB")
-            self.drawn = 0.0
+                self.previews, self.picture = True, file.convert("RGB")
 
         def wish(self) -> str:
             if host.interrupted():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -119,6 +119,21 @@ def train(checked: Checked, base: Base, previews: Previews | None, watcher: Watc
     with _room_for("the adapter"):
         begun = Run(settings, base, training, held_out, marks, saved, previews, empty, watcher)
     return begun.finish()
+
+
+def difference(checked: Checked) -> str:
+    """Why the run in the output folder cannot go on as this one, what is different; empty where it can.
+
+    Args:
+        checked: what `preflight.check` found with `resume`, of a dataset that is encoded.
+    """
+    try:
+        *_, saved = _data(checked, checked.samples, resume=True)
+    except SettingsError as error:
+        return str(error)
+    assert saved is not None
+    done, steps = saved["session"]["done"], checked.settings.train.steps
+    return f"{done} steps are done, wanted {steps}" if done > steps else ""
 
 
 def _data(
@@ -327,7 +342,13 @@ class Run:
                 self._write(log, entry)
                 losses.append(entry.loss)
                 self.watcher.stepped(entry, steps, losses)
-                self._due(entry.step, steps)
+                try:
+                    self._due(entry.step, steps)
+                except Exception:
+                    # The step itself is done: what went wrong after it shall not cost it.
+                    with suppress(Exception):
+                        self._save_state()
+                    raise
                 wish = self.watcher.wish()
             self._save_state()
         if session.done == steps:

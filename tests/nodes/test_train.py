@@ -118,7 +118,7 @@ def test_stop_saves_says_where_and_passes_the_interruption_on(graph, model, data
     assert (folder / "state").is_dir()
     assert "Stopped after step 2" in graph.host.texts[-1]
     assert str(folder / "zorb.safetensors") in graph.host.texts[-1]
-    assert "continue" in graph.host.texts[-1]
+    assert "To go on, queue again" in graph.host.texts[-1]
 
 
 def test_a_stopped_run_that_is_continued_equals_one_that_was_not(graph, family_name, dataset):
@@ -136,6 +136,36 @@ def test_a_stopped_run_that_is_continued_equals_one_that_was_not(graph, family_n
     assert all(torch.equal(whole[key], continued[1][key]) for key in whole)
 
 
+def test_an_unchanged_graph_takes_the_result_of_its_run_when_comfyui_has_forgotten_it(graph, family_name, dataset):
+    """0.33's cache forgets outputs as soon as another workflow runs, and a restart forgets all: hours would be lost."""
+    first = train(graph, fresh(graph, family_name), dataset, steps=3, name="zorb")
+    again = train(graph, fresh(graph, family_name), dataset, steps=3, name="zorb")
+    assert again[3].folder == first[3].folder
+    assert len((again[3].folder / "log.jsonl").read_text().splitlines()) == 3
+    assert all(torch.equal(first[1][key], again[1][key]) for key in first[1])
+    assert any("going on with the run in" in text for text in graph.host.texts)
+    assert graph.run("GraftCheckRun", model=fresh(graph, family_name), dataset=dataset, name="zorb")[1]
+
+
+def test_queued_again_a_stopped_run_goes_on_and_a_changed_one_begins_anew(graph, family_name, dataset):
+    whole = train(graph, fresh(graph, family_name), dataset, steps=4, name="whole")[1]
+
+    def press():
+        graph.host.interrupt = True
+
+    StopAfter(graph, 2, press)
+    with pytest.raises(fake_host.Interrupted):
+        train(graph, fresh(graph, family_name), dataset, steps=4, name="zorb")
+    graph.host.interrupt = False
+    continued = train(graph, fresh(graph, family_name), dataset, steps=4, name="zorb")
+    assert continued[3].folder.name == "zorb"
+    assert all(torch.equal(whole[key], continued[1][key]) for key in whole)
+    other = graph.run("GraftLoraSettings", rank=3)[0]
+    changed = train(graph, fresh(graph, family_name), dataset, steps=1, name="zorb", lora_settings=other)
+    assert changed[3].folder.name == "zorb_2"
+    assert any("since it is not the one in zorb: " in text and "lora.rank" in text for text in graph.host.texts)
+
+
 def test_continue_goes_on_with_the_last_run_of_a_name(graph, model, dataset):
     train(graph, model, dataset, name="zorb")
     train(graph, model, dataset, name="zorb", steps=2)
@@ -145,7 +175,7 @@ def test_continue_goes_on_with_the_last_run_of_a_name(graph, model, dataset):
 
 
 def test_continue_without_a_run_is_refused(graph, model, dataset):
-    with pytest.raises(RuntimeError, match="no run to continue"):
+    with pytest.raises(RuntimeError, match="no run called zorb is there to be continued"):
         train(graph, model, dataset, name="zorb", resume="continue")
 
 
