@@ -17,7 +17,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,66 +46,75 @@ MIB = 2**20
 STILL = 1e-7  # the lowest learning rate that TrainLoraNode takes
 
 
-def batches(stock: Stock, graft: Graft) -> Cells:
+@dataclass(frozen=True)
+class Bench:
+    """What is compared: TrainLoraNode on both bases, Graft on Krea 2's, and a folder of LoRAs that ComfyUI knows."""
+
+    stock: Stock
+    stock_ideogram: Stock
+    graft: Graft
+    folder: Path
+
+
+# --- what is trained on ----------------------------------------------------------------------------------------------
+
+
+def batches(bench: Bench) -> Cells:
     """Pairs of picture and caption in one batch: rows of the transformer's input beside rows of its conditioning."""
 
-    def pairs(module: Any, call: Any) -> set[tuple[float, float]]:
+    def pairs(module: Any, call: Callable[..., Any]) -> int:
         found = set()
 
-        def look(_self: Any, x: Any, _t: Any, text: Any = None, *_: Any, context: Any = None, **__: Any) -> None:
-            for picture, caption in zip(x, text if context is None else context, strict=True):
-                found.add((float(picture.double().sum()), float(caption.double().sum())))
+        def look(_self: Any, x: Any, _sigma: Any, text: Any = None, *_: Any, context: Any = None, **__: Any) -> None:
+            rows = x.detach(), (text if context is None else context).detach()
+            found.update((p.double().sum().item(), c.double().sum().item()) for p, c in zip(*rows, strict=True))
 
         with watched(type(module), "forward", look):
-            call()
-        return found
+            call(batch_size=4, steps=1)
+        return len(found)
 
-    apart = {"batch_size": 4, "steps": 1}
-    theirs = pairs(stock.model.model.diffusion_model, lambda: stock.train(gradient_checkpointing=False, **apart))
-    ours = pairs(graft.base.model, lambda: graft.train(checkpointing=False, **apart))
+    theirs = pairs(bench.stock.model.model.diffusion_model, bench.stock.train)
+    ours = pairs(bench.graft.base.model, bench.graft.train)
     return (
         "A batch of 4 pictures",
-        f"{len(theirs)} pairs: every picture runs with every caption of the batch",
-        f"{len(ours)} pairs: each picture with its own caption",
+        f"{theirs} passes: every picture is run with every caption of the batch",
+        f"{ours} passes: each picture with its own caption",
     )
 
 
-def resolutions(stock: Stock, graft: Graft) -> Cells:
+def resolutions(bench: Bench) -> Cells:
     """The latents to which noise is added, beside the normalised ones."""
     from comfy_extras.nodes_train import TrainSampler
     from graft_lora.nodes import host
 
     square = pictures("krea2")
-    wide = [Sample(s.name, s.caption, s.latents[:, :6].contiguous(), s.conditioning) for s in square[2:]]
-    mixed = square[:2] + wide
+    mixed = square[:2] + [replace(sample, latents=sample.latents[:, :6].contiguous()) for sample in square[2:]]
     latents = [sides.raw("krea2", mixed[:2]), sides.raw("krea2", mixed[2:])]
 
-    def seen(samples: list[Sample], **how: Any) -> float:
+    def off(samples: list[Sample], *given: Any, **how: Any) -> float:
         errors = []
 
-        def look(_self: Any, _wrap: Any, _sigmas: Any, _noise: Any, latent: Any, _cond: Any, chosen: Any, *_: Any, **__: Any) -> None:
+        def look(_self: Any, _wrap: Any, _sigmas: Any, _noise: Any, data: Any, _cond: Any, chosen: Any, *_: Any) -> None:
             wanted = torch.stack([samples[index].latents for index in chosen])
-            errors.append(float((latent.detach().reshape(wanted.shape) - wanted).norm() / wanted.norm()))
+            errors.append(float((data.detach().reshape(wanted.shape) - wanted).norm() / wanted.norm()))
 
-        with watched(TrainSampler, "fwd_bwd", look):
-            stock.train(samples, **how)
+        with watched(TrainSampler, "fwd_bwd", lambda *seen, **_: look(*seen)):
+            bench.stock.train(samples, *given, **how)
         return statistics.mean(errors)
 
-    one, buckets, several = (
-        seen(square),
-        seen(mixed, latents=latents, bucket_mode=True),
-        seen(mixed, latents=latents),
-    )
-    given = [host.normalised_latents(entry, graft.family) for entry in latents]
-    given = [Sample(s.name, s.caption, row, s.conditioning) for s, row in zip(mixed, [*given[0], *given[1]], strict=True)]
+    normalised = [row for entry in latents for row in host.normalised_latents(entry, bench.graft.family)]
+    given = [replace(sample, latents=row) for sample, row in zip(mixed, normalised, strict=True)]
     met: list[Any] = []
     with watched(loop, "add_noise", lambda data, *_: met.extend(data)):
-        graft.train(given)
-    own = statistics.mean(min(float((x - s.latents).norm() / s.latents.norm()) for s in mixed if s.latents.shape == x.shape) for x in met)
+        bench.graft.train(given)
+    own = statistics.mean(
+        min(float((x - s.latents).norm() / x.norm()) for s in mixed if s.latents.shape == x.shape) for x in met
+    )
+    one, buckets, several = off(square), off(mixed, latents, bucket_mode=True), off(mixed, latents)
     return (
-        "Pictures of two sizes, Krea 2",
-        f"trains on latents that are {buckets:.0%} (bucket mode) and {several:.0%} (several sizes) off the normalised "
-        f"ones, which the sampler uses; {one:.0%} off with one size",
+        "Pictures of two sizes (Krea 2)",
+        f"trains on latents that were not normalised: {buckets:.0%} off in bucket mode, {several:.0%} without it; "
+        f"{one:.0%} where all have one size",
         f"{own:.0%} off",
     )
 
@@ -113,13 +122,13 @@ def resolutions(stock: Stock, graft: Graft) -> Cells:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def checkpointing(stock: Stock, graft: Graft) -> Cells:
-    """Bytes alive at the peak of a step's forward and backward pass, above those before it."""
+def checkpointing(bench: Bench) -> Cells:
+    """Bytes alive at the peak of a step, above those before it."""
     from comfy_extras.nodes_train import TrainSampler
 
-    samples = sides.noise_pictures("krea2", 48)
+    samples = sides.noise_pictures("krea2", 96)
 
-    def theirs(**how: Any) -> float:
+    def theirs(on: bool, depth: int = 1) -> float:
         found = []
         with LiveBytes() as live:
 
@@ -128,235 +137,371 @@ def checkpointing(stock: Stock, graft: Graft) -> Cells:
                 found.append(live.now)
 
             with watched(TrainSampler, "fwd_bwd", before, lambda *_, **__: found.append(live.peak)):
-                stock.train(samples, steps=1, **how)
+                bench.stock.train(samples, steps=1, gradient_checkpointing=on, checkpoint_depth=depth)
         return (found[1] - found[0]) / MIB
 
     def ours(on: bool) -> float:
-        with torch.inference_mode(), graft.session(samples, checkpointing=on) as session, LiveBytes() as live:
+        with torch.inference_mode(), bench.graft.session(samples, checkpointing=on) as session, LiveBytes() as live:
             session.step()
             live.reset()
             start = live.now
             session.step()
         return (live.peak - start) / MIB
 
-    off, one, two = theirs(gradient_checkpointing=False), theirs(), theirs(checkpoint_depth=2)
     return (
         "Gradient checkpointing, one picture of 768²",
-        f"{one:.0f} MiB for a step at the default depth of 1, {off:.0f} without; depth 2: {two:.0f}",
-        f"{ours(True):.0f} MiB, {ours(False):.0f} without",
+        f"{theirs(True):.0f} MiB for a step at the default depth 1, {theirs(False):.0f} MiB without checkpointing: "
+        f"nothing saved; {theirs(True, 2):.0f} MiB at depth 2",
+        f"{ours(True):.0f} MiB for a step, {ours(False):.0f} MiB without",
     )
 
 
-def offloading(stock: Stock, graft: Graft) -> Cells:
-    """Modules whose factor that was zero at the start still is."""
-    lora = stock.train(offloading=True, checkpoint_depth=5)
+def offloading(bench: Bench) -> Cells:
+    """Layers whose factor that was zero at the start still is, where the weights wait in main memory."""
+    lora = bench.stock.train(offloading=True, gradient_checkpointing=True, checkpoint_depth=5)
     factors = {key: value for key, value in lora.items() if key.endswith("lora_down.weight")}
     dead = [key for key, value in factors.items() if not value.any()]
-    with_blocks = Graft("krea2", blocks_on_cpu=3)
-    session = with_blocks.train()
-    layers = adapters.adapted(with_blocks.base.model, session.name).values()
-    ours = [layer for layer in layers if not layer.zero_at_start(session.name).any()]
-    text = [key for key in dead if "txtfusion" in key]
+    graft = Graft("krea2", blocks_on_cpu=3)
+    ours, count = graft.untrained(graft.train(checkpointing=True))
     return (
-        "Weights kept in main memory (offloading, depth 5)",
-        f"{len(dead)} of {len(factors)} layers learn nothing, {len(text)} of them in the text fusion, without a word",
-        f"{len(ours)} of {len(layers)} learn nothing (3 of 3 blocks on the CPU), and a run that ends with such a layer "
-        "is an error that names it",
+        "Offloading with checkpointing at depth 5",
+        f"{len(dead)} of {len(factors)} layers learn nothing, {sum('txtfusion' in key for key in dead)} of them in the "
+        "text fusion; nothing is said",
+        f"all 3 blocks in main memory: {ours} of {count} learn nothing. Were it one, the run would end with its name",
     )
 
 
 # --- the LoRA --------------------------------------------------------------------------------------------------------
 
 
-def alpha(stock: Stock, graft: Graft) -> Cells:
+def alpha(bench: Bench) -> Cells:
     """The alphas of a LoRA's file after 40 steps."""
 
-    def alphas(state: sides.State) -> list[float]:
-        return [float(value) for key, value in state.items() if key.endswith(".alpha")]
+    def alphas(state: State) -> str:
+        values = [float(value) for key, value in state.items() if key.endswith(".alpha")]
+        return f"{min(values):.3f} to {max(values):.3f}"
 
-    full, half = (alphas(stock.train(steps=40, lora_dtype=dtype)) for dtype in ("fp32", "bf16"))
-    session = graft.train(steps=40)
-    own = alphas(write_comfyui(adapters.to_canonical(graft.base.model, session.name)))
+    full, half = (alphas(bench.stock.train(steps=40, lora_dtype=dtype)) for dtype in ("fp32", "bf16"))
+    own = alphas(bench.graft.file(bench.graft.train(steps=40)))
     return (
         f"Alpha, rank {sides.RANK}, 40 steps",
-        f"cannot be set; starts at 1, so the LoRA acts at 1/{sides.RANK}; is trained along: {min(full):.3f} to "
-        f"{max(full):.3f} after (lora_dtype bf16 rounds that away: {min(half):.3f} to {max(half):.3f})",
-        f"is a setting, {sides.RANK} here; {min(own):.3f} to {max(own):.3f} after",
+        f"starts at 1 and cannot be set, so the LoRA acts at 1/{sides.RANK}. It is trained along: {full} afterwards "
+        f"with `lora_dtype` fp32; bf16 rounds that away ({half})",
+        f"is a setting, here {sides.RANK}; {own} afterwards",
     )
 
 
-def resuming(stock: Stock, graft: Graft, folder: Path) -> Cells:
+def resuming(bench: Bench) -> Cells:
     """What of a LoRA's file the node goes on with, at a learning rate that changes next to nothing."""
+    stock, graft = bench.stock, bench.graft
 
-    def resumed(state: sides.State, name: str, **how: Any) -> tuple[sides.State, list[str]]:
-        write_state(folder / name, {key: value.contiguous() for key, value in state.items()}, {}, overwrite=True)
-        said: list[str] = []
-        with listening(said):
-            return stock.train(existing_lora=name, **{"steps": 1, "learning_rate": STILL, **how}), said
+    def resumed(state: State, name: str, **how: Any) -> State:
+        write_state(bench.folder / name, {key: value.contiguous() for key, value in state.items()}, {})
+        return stock.train(existing_lora=name, **{"steps": 1, "learning_rate": STILL, **how})
 
-    with seeded():
-        halves = stock.train(steps=4)
-    halves, _ = resumed(halves, "halves_4_steps_.safetensors", steps=4, learning_rate=sides.RATE)
-    with seeded():
-        whole = stock.train(steps=8)
-    apart = difference(change(halves), change(whole))
-    again, _ = resumed(whole, "whole_8_steps_.safetensors")
-    kept = difference(change(again), change(whole))
-    plain = {key for key in whole if key.endswith((".diff_b", ".diff"))}
+    torch.manual_seed(0)  # from torch's own generator the node draws its first weights
+    halves = resumed(stock.train(steps=4), "halves_4_steps_.safetensors", steps=4, learning_rate=sides.RATE)
+    torch.manual_seed(0)
+    whole = stock.train(steps=8)
+    again = resumed(whole, "whole_8_steps_.safetensors")
+    plain = [key for key in whole if key.endswith((".diff_b", ".diff"))]
     lost = [key for key in plain if size({key: again[key]}) < 0.01 * size({key: whole[key]})]
-    session = graft.train()
-    trained = write_comfyui(adapters.to_canonical(graft.base.model, session.name))
-    eight, _ = resumed(trained, "alpha8_8_steps_.safetensors")
-    weaker = size(change(trained)) / size(change(eight))
+    trained = graft.file(graft.train())
+    weaker = size(change(trained)) / size(change(resumed(trained, "alpha8_8_steps_.safetensors")))
     sizes = Sizes.of("krea2", read_shapes(graft.base.source))
-    other, said = resumed(write_lora(read_lora(trained, None, sizes), "diffusers")[0], "diffusers_8_steps_.safetensors")
-    left = size(change(other)) / size(change(trained))
-    write_state(folder / "mine.safetensors", trained, {}, overwrite=True)
+    foreign = write_lora(read_lora(trained, None, sizes), "diffusers", sizes=sizes).state
+    with listening() as said:
+        left = size(change(resumed(foreign, "diffusers_8_steps_.safetensors"))) / size(change(trained))
+    write_state(bench.folder / "mine.safetensors", trained, {})
     name = error_of(stock.train, existing_lora="mine.safetensors")
+    with torch.inference_mode(), graft.session(steps=8) as second:
+        second.load_state_dict(graft.train(steps=4).state_dict())
+        list(second.steps())
+    same = equal(graft.file(second), graft.file(graft.train(steps=8)))
     return (
-        "Continuing a LoRA",
-        f"up and down come back ({kept:.1%} off); {len(lost)} of {len(plain)} biases and norms start again at 0; one of "
-        f"alpha 8 becomes {weaker:.1f} times weaker; of one in diffusers' names {left:.0%} is left, with {len(said)} "
-        f"warnings; 4 + 4 steps differ from 8 by {apart:.0%}; `mine.safetensors`: `{name}`",
-        "",
+        "Continuing",
+        f"{len(lost)} of {len(plain)} biases and norms start again at 0. A LoRA of alpha 8 becomes {weaker:.1f} times "
+        f"weaker. Of one with diffusers' names {left:.0%} is left, with {len(said)} warnings. 4 and 4 steps differ from 8 "
+        f"by {difference(change(halves), change(whole)):.0%}. A file called `mine`: `{name}`",
+        f"4 and 4 steps {same} 8. It continues its own runs alone, from their saved state, and refuses one that differs: "
+        f"`{refusal(bench)}`",
     )
 
 
-def seeds(stock: Stock, graft: Graft) -> Cells:
+def refusal(bench: Bench) -> str:
+    """What a run says that is continued with another alpha."""
+    settings = run_settings(bench, "refused")
+    run_to(settings, bench.graft, 1)
+    other = replace(settings, lora=replace(settings.lora, alpha=4.0))
+    return error_of(run_to, other, bench.graft, 8, resume=True).removeprefix(f"{SettingsError.__name__}: ")
+
+
+def seeds(bench: Bench) -> Cells:
     """Two runs of one seed, after something else has drawn from torch's own generator."""
     loras = []
     for elsewhere in (1, 2):
         torch.manual_seed(elsewhere)
-        theirs = change(stock.train())
+        theirs = change(bench.stock.train())
         torch.manual_seed(elsewhere)
-        session = graft.train()
-        loras.append((theirs, change(write_comfyui(adapters.to_canonical(graft.base.model, session.name)))))
+        loras.append((theirs, bench.graft.file(bench.graft.train())))
     (one, ours), (two, again) = loras
     return (
         "The same seed twice",
-        f"the LoRAs differ by {difference(one, two):.0%}: the first weights do not come from the seed",
-        f"{'the same, bit for bit' if all(torch.equal(ours[key], again[key]) for key in ours) else 'they differ'}",
+        f"the two LoRAs differ by {difference(two, one):.0%}: the seed does not cover the first weights",
+        f"the second {equal(ours, again)} the first",
     )
 
 
 # --- the objective ---------------------------------------------------------------------------------------------------
 
 
-def losses(stock: Stock, graft: Graft) -> Cells:
-    """Loss of a step as a multiple of the velocity's mean squared error, at its noise level."""
+def noise_levels(bench: Bench) -> Cells:
+    """What a noise level counts, and which ones are drawn."""
+    (low, least), (high, most) = stock_weights(bench)
+    (own_low, own_least), (own_high, own_most) = graft_weights(bench)
+    medians = [stock_median(side) for side in (bench.stock, bench.stock_ideogram)]
+    own = [graft_median(name) for name in ("krea2", "ideogram4")]
+    return (
+        "Noise levels, 1 being pure noise",
+        f"an error at {low:.2f} counts {least:.3f}, at {high:.2f} {most:.3f}: fine detail hardly counts. Half of those "
+        f"drawn lie above {medians[0]:.3f} (Krea 2) and {medians[1]:.3f} (Ideogram 4); there is no choice",
+        f"an error at {own_low:.2f} counts {own_least:.3f}, at {own_high:.2f} {own_most:.3f}. Half lie above "
+        f"{own[0]:.3f} and {own[1]:.3f} at 1024², or choose one of {len(DISTRIBUTIONS)} distributions",
+    )
+
+
+def weights(module: Any, owner: Any, name: str, read: Callable[..., Any], call: Callable[..., Any]) -> Any:
+    """Lowest and highest noise level of 40 steps, each with its loss as a multiple of the velocity's squared error.
+
+    Args:
+        module: the transformer, whose output is the velocity.
+        owner, name: of the function that returns the loss.
+        read: its arguments → noise level, noise and data.
+        call: trains.
+    """
+    outputs: list[Any] = []
+    found: list[tuple[float, float]] = []
+
+    def after(loss: Any, *given: Any, **_: Any) -> None:
+        sigma, noise, data = (tensor.detach() for tensor in read(*given))
+        error = (outputs[-1].reshape(noise.shape) - (noise - data)).square().mean()
+        found.append((sigma.item(), loss.item() / error.item()))
+
+    with watched(type(module), "forward", after=lambda output, *_, **__: outputs.append(output.detach())):
+        with watched(owner, name, after=after):
+            call(steps=40, learning_rate=STILL)
+    return min(found), max(found)
+
+
+def stock_weights(bench: Bench) -> Any:
     from comfy_extras.nodes_train import TrainSampler
 
-    def weights(module: Any, owner: Any, name: str, read: Any, call: Any) -> list[tuple[float, float]]:
-        outputs: list[Any] = []
-        found: list[tuple[float, float]] = []
+    def read(_self: Any, _wrap: Any, sigmas: Any, noise: Any, data: Any, *_: Any) -> Any:
+        return sigmas, noise, data
 
-        def after(loss: Any, *given: Any, **_: Any) -> None:
-            sigma, noise, data = read(*given)
-            error = (outputs[-1].detach().reshape(noise.shape) - (noise - data)).square().mean()
-            found.append((float(sigma), float(loss) / float(error)))
+    return weights(bench.stock.model.model.diffusion_model, TrainSampler, "fwd_bwd", read, bench.stock.train)
 
-        with watched(type(module), "forward", after=lambda out, *_, **__: outputs.append(out)):
-            with watched(owner, name, after=after):
-                call()
-        return sorted(found)
 
-    def given(_self: Any, _wrap: Any, sigmas: Any, noise: Any, latent: Any, *_: Any) -> Any:
-        return sigmas.detach(), noise, latent
-
-    how = {"steps": 40, "learning_rate": STILL}
-    module = stock.model.model.diffusion_model
-    theirs = weights(module, TrainSampler, "fwd_bwd", given, lambda: stock.train(gradient_checkpointing=False, **how))
+def graft_weights(bench: Bench) -> Any:
     drawn: list[Any] = []
-    with watched(loop, "add_noise", lambda data, noise, sigma: drawn.append(sigma)):
-        ours = weights(
-            graft.base.model, loop, "velocity_loss", lambda _out, data, noise, *_: (drawn[-1], noise, data),
-            lambda: graft.train(checkpointing=False, timesteps="uniform", **how),
+    with watched(loop, "add_noise", lambda _data, _noise, sigma: drawn.append(sigma)):
+        return weights(
+            bench.graft.base.model, loop, "velocity_loss", lambda _out, data, noise, *_: (drawn[-1], noise, data),
+            bench.graft.train,
         )  # fmt: skip
-    (low, least), (high, most) = theirs[0], theirs[-1]
-    return (
-        "What a noise level counts, Krea 2",
-        f"an error at sigma {low:.2f} counts {least:.4f}, at {high:.2f} {most:.2f}: details hardly count",
-        f"{ours[0][1]:.2f} at sigma {ours[0][0]:.2f}, {ours[-1][1]:.2f} at {ours[-1][0]:.2f}",
-    )
 
 
-def noise_levels(stock: Stock, other: Stock) -> Cells:
-    """Medians of the noise levels that are drawn for pictures of 1024²."""
+def stock_median(stock: Stock) -> float:
     from comfy_extras.nodes_train import TrainSampler
 
-    def median(side: Stock) -> float:
-        torch.manual_seed(0)
-        wrap = SimpleNamespace(inner_model=side.model.model)
-        return float(TrainSampler._generate_batch_sigmas(None, wrap, 10_001, "cpu").median())
-
-    def own(name: str) -> float:
-        family, half = FAMILIES[name], torch.tensor([0.5], dtype=torch.float64)
-        cells = 1024 // family.latent_downscale
-        return float(sigma_quantiles(family, "family", half, (family.latent_channels, cells, cells)))
-
-    return (
-        "Noise levels drawn, middle of them at 1024²",
-        f"Krea 2 {median(stock):.3f}, Ideogram 4 {median(other):.2f}, whatever the size; no choice",
-        f"Krea 2 {own('krea2'):.3f}, Ideogram 4 {own('ideogram4'):.3f}, moved with the size; four distributions to choose",
-    )
+    torch.manual_seed(0)
+    wrap = SimpleNamespace(inner_model=stock.model.model)
+    return TrainSampler._generate_batch_sigmas(None, wrap, 10_001, "cpu").median().item()
 
 
-# --- modes that fail -------------------------------------------------------------------------------------------------
-
-
-def bypass(stock: Stock, other: Stock) -> Cells:
-    """Adapters beside the weights rather than in them."""
-    lora = other.train(steps=1)
-    assert lora
-    errors = error_of(other.train, bypass_mode=True), error_of(stock.train, bypass_mode=True, algorithm="LoHa")
-    graft = Graft("ideogram4")
-    session = graft.train()
-    layers = adapters.adapted(graft.base.model, session.name)
-    session.check_trained()
-    return (
-        "Bypass mode",
-        f"Ideogram 4: `{errors[0]}`; LoHa: `{errors[1]}`",
-        f"always works that way: all {len(layers)} layers of Ideogram 4 learned. LoHa is not trained: LoRA, DoRA, LoKr",
-    )
+def graft_median(name: str) -> float:
+    family, half = FAMILIES[name], torch.tensor([0.5], dtype=torch.float64)
+    cells = 1024 // family.latent_downscale
+    return sigma_quantiles(family, "family", half, (family.latent_channels, cells, cells)).item()
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def seeded() -> Iterator[None]:
-    """Torch's own generator, from which the node draws its first weights, at one state."""
-    torch.manual_seed(0)
-    yield
+def bypass(bench: Bench) -> Cells:
+    """Adapters beside the weights rather than in them."""
+    errors = [
+        error_of(bench.stock_ideogram.train, bypass_mode=True),
+        error_of(bench.stock.train, bypass_mode=True, algorithm="LoHa"),
+    ]
+    graft = Graft("ideogram4")
+    dead, count = graft.untrained(graft.train())
+    return (
+        "Bypass mode: the LoRA beside the weights",
+        f"Ideogram 4: `{errors[0]}`. LoHa: `{errors[1]}`",
+        f"is how it always works; {count - dead} of {count} layers of Ideogram 4 learn. It trains LoRA, DoRA and LoKr, "
+        "no LoHa",
+    )
+
+
+def stopping(bench: Bench) -> Cells:
+    """Stop in step 4 of 8; what else a run of an evening wants; and how often the base lies in memory."""
+    import comfy.model_management as management
+    import folder_paths
+    from comfy_extras.nodes_train import SaveLoRA, TrainLoraNode, TrainSampler
+
+    calls, places = [], []
+    output = bench.folder / "output"
+    folder_paths.set_output_directory(str(output))
+
+    def count(_self: Any, wrap: Any, *_: Any, **__: Any) -> None:
+        calls.append(wrap)
+        management.interrupt_current_processing(len(calls) == 4)
+        places.extend(sides.parameters_of(wrap.inner_model.diffusion_model) if len(calls) == 1 else ())
+
+    try:
+        with watched(TrainSampler, "fwd_bwd", count):
+            bench.stock.train()
+        raise SystemExit("the stock node was not stopped: the table's words would be wrong")
+    except management.InterruptProcessingException:
+        left = len(list(output.rglob("*")))
+    own = sides.parameters_of(bench.stock.model.model.diffusion_model)
+    SaveLoRA.execute(bench.stock.train(steps=1), "kept")
+    header = read_state(next(output.rglob("kept*")))[1]
+    names = " ".join(entry.id for entry in TrainLoraNode.define_schema().inputs)
+    has = [word for word in ("preview", "schedule", "clip", "ema", "save") if word in names]
+    stopped, whole = run_settings(bench, "stopped"), run_settings(bench, "whole")
+    before = sides.parameters_of(bench.graft.base.model)
+    saved = run_to(stopped, bench.graft, 4)
+    kept = read_state(saved)[1]
+    run_to(stopped, bench.graft, 8, resume=True)
+    same = equal(read_state(saved)[0], read_state(run_to(whole, bench.graft, 8))[0])
+    shared = len(before & sides.parameters_of(bench.graft.base.model))
+    return (
+        "Stop in step 4 of 8, and what a long run wants",
+        f"{left} files. Inputs for previews, schedule, clipping, EMA or saves in between: {len(has)}. The saved LoRA says "
+        f"{len(header)} things about itself. The base is loaded a second time: {len(own & set(places))} of {len(places)} "
+        "weights are shared",
+        f"the LoRA of 4 steps is there; continued to 8 it {same} a run without a stop. All of these are settings; the "
+        f"file says {len(kept)} things. It trains on the loaded base itself: {shared} of {len(before)} weights are shared",
+    )
+
+
+def loose_ends(bench: Bench) -> Cells:
+    """The curve of a run of one step, and a switch of ComfyUI's that a run sets."""
+    import comfy.model_management as management
+    from comfy_extras.nodes_train import LossGraphNode
+    from graft_lora.nodes import host
+
+    _, losses, _ = bench.stock.outputs(steps=1)
+    error = error_of(LossGraphNode.execute, losses, "curve")
+    bench.stock.train(steps=1, quantized_backward=True)
+    switch = management.training_fp8_bwd
+    management.training_fp8_bwd = False
+    model = host.load_base_model(bench.graft.base.source, "fp32", "fp32", blocks_on_cpu=0)
+    with host.training(model, None):
+        host.hosted_base(model).load()
+        with bench.graft.session(steps=1) as session:
+            (log,) = session.steps()
+    plot = bench.folder / "loss.png"
+    loss_plot(plot, [log.loss], "one step")
+    return (
+        "Loose ends",
+        f"the loss curve of one step: `{error}`. `quantized_backward` stays {'on' if switch else 'off'} for all of "
+        "ComfyUI after the run",
+        f"the curve is {'drawn' if plot.is_file() else 'missing'}; the switch is "
+        f"{'on' if management.training_fp8_bwd else 'off'} after the run",
+    )
+
+
+# --- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def run_settings(bench: Bench, name: str) -> RunSettings:
+    """Of a whole run in a folder, on the same encoded pictures."""
+    cache = bench.folder / "encoded"
+    cache.mkdir(exist_ok=True)
+    for sample in pictures("krea2"):
+        write_sample(cache, sample, bench.graft.family, overwrite=True)
+    return RunSettings(
+        output=str(bench.folder / "runs" / name),
+        model=ModelSettings(path=str(bench.graft.base.source), precision="fp32", compute_dtype="fp32", device="cpu"),
+        dataset=DatasetSettings(cache=str(cache)),
+        lora=sides.LORA,
+        train=TrainSettings(steps=sides.STEPS, learning_rate=sides.RATE, warmup_steps=0),
+    )
+
+
+def run_to(settings: RunSettings, graft: Graft, steps: int, resume: bool = False) -> Path:
+    """Runs it, wishing to stop after so many steps, and returns the LoRA's file."""
+
+    class Stopping(Watcher):
+        done = 0
+
+        def stepped(self, log: Any, total: int, losses: Any) -> None:
+            self.done = log.step
+
+        def wish(self) -> str:
+            return STOP if self.done >= steps else ""
+
+    return train(check(settings, None, resume), graft.base, None, Stopping(), resume).lora
+
+
+def equal(one: State, other: State) -> str:
+    """The words for whether two LoRAs are the same."""
+    same = one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    return "equals, bit for bit," if same else "differs from"
+
+
+def error_of(call: Callable[..., Any], *arguments: Any, **named: Any) -> str:
+    """The error's kind and its text. Where there is none the script ends, since the table's words would be wrong."""
+    try:
+        call(*arguments, **named)
+    except Exception as error:  # whatever kind it is, it is what is measured
+        return f"{type(error).__name__}: {error}"
+    raise SystemExit(f"{call.__qualname__} with {named} was expected to fail and did not: correct the table's words")
 
 
 @contextmanager
-def listening(said: list[str]) -> Iterator[None]:
-    """Warnings and errors of ComfyUI's log."""
+def listening() -> Iterator[list[str]]:
+    """Warnings and errors that are logged."""
+    said: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger().addHandler(handler)
     try:
-        yield
+        yield said
     finally:
         logging.getLogger().removeHandler(handler)
 
 
+# In the order of the faults as they were found.
+ROWS = (
+    batches, resolutions, checkpointing, alpha, resuming, offloading, seeds, noise_levels, bypass, stopping, loose_ends,
+)  # fmt: skip
+
+
+def table(bench: Bench) -> str:
+    """Markdown, one row for each of `ROWS`."""
+    lines = [HEAD, ("---",) * len(HEAD), *((str(index), *row(bench)) for index, row in enumerate(ROWS, 1))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def main() -> None:
-    import sys
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    results = Path(__file__).with_name("RESULTS-stock-node.md")
+    parser.add_argument("--results", type=Path, default=results, help="the file that is written")
+    arguments = parser.parse_args()
     version = sides.open_comfyui()
+    warnings.simplefilter("ignore")  # torch's, of ComfyUI's autocast in fp32 on the CPU
     import folder_paths
-    stock, graft, other = Stock("krea2"), Graft("krea2"), Stock("ideogram4")
+
     with tempfile.TemporaryDirectory() as name:
-        folder_paths.add_model_folder_path("loras", name, True)
-        for row in (batches, resolutions, checkpointing, offloading, alpha, resuming, seeds, losses, noise_levels, bypass):
-            import time; t=time.time()
-            try:
-                args = {"resuming": (stock, graft, Path(name)), "noise_levels": (stock, other), "bypass": (stock, other)}.get(row.__name__, (stock, graft))
-                print(row.__name__, *row(*args), sep="\n   ", flush=True)
-            except Exception:
-                import traceback; traceback.print_exc()
-            print(time.time()-t, flush=True)
+        folder_paths.add_model_folder_path("loras", name, is_default=True)
+        found = table(Bench(Stock("krea2"), Stock("ideogram4"), Graft("krea2"), Path(name)))
+    print(found)
+    text = f"# benchmarks/stock_node.py\n\nComfyUI {version}, torch {torch.__version__}, on the CPU\n\n{found}\n"
+    arguments.results.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
