@@ -1,4 +1,4 @@
-"""The two sides of `stock_node.py`: ComfyUI's TrainLoraNode and Graft's session, on one tiny base and the same pictures.
+"""The two sides of `stock_node.py`: ComfyUI's TrainLoraNode and Graft's session, on one base and the same pictures.
 
 Both get the pictures as a LATENT, raw as a VAE gives them, and one CONDITIONING each, and run under inference mode, as
 nodes do. Import nothing else of ComfyUI before `open_comfyui`.
@@ -36,7 +36,7 @@ SAME = {
     "training_dtype": "fp32", "lora_dtype": "fp32", "gradient_checkpointing": False, "steps": STEPS, "rank": RANK,
     "learning_rate": RATE,
 }  # fmt: skip
-LORA = LoraSettings(rank=RANK, alpha=RANK, targets="all")
+LORA = LoraSettings(rank=RANK, alpha=float(RANK), targets="all")
 State = dict[str, Tensor]
 
 
@@ -46,7 +46,9 @@ def open_comfyui() -> str:
     if not path:
         sys.exit("COMFYUI_PATH is not set: set it to the folder of a ComfyUI, and use the Python that it runs on")
     if not (Path(path) / "comfy_extras" / "nodes_train.py").is_file():
-        sys.exit(f"{path} has no comfy_extras/nodes_train.py: set COMFYUI_PATH to the folder of a ComfyUI 0.33 or newer")
+        sys.exit(
+            f"{path} has no comfy_extras/nodes_train.py: set COMFYUI_PATH to the folder of a ComfyUI 0.33 or newer"
+        )
     sys.path.insert(0, path)
     arguments, sys.argv = sys.argv, ["main.py", "--cpu", "--disable-api-nodes"]
     try:
@@ -95,7 +97,7 @@ def stock_model(name: str) -> Any:
     path = str(base_path(FAMILIES[name]))
     if name == "krea2":
         return comfy.sd.load_diffusion_model(path, model_options={"dtype": torch.float32})
-    # Its loader knows Ideogram 4 at the published sizes alone: the tests' parts build the small one of ComfyUI's classes.
+    # Its loader knows Ideogram 4 at the published sizes alone: the tests' parts build the small one from its classes.
     spec = importlib.util.spec_from_file_location("graft_test_parts", ROOT / "tests/comfyui/parts/__init__.py")
     parts = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(parts)
@@ -211,6 +213,7 @@ def difference(one: State, other: State) -> float:
     return size({key: one[key] - other[key] for key in other}) / size(other)
 
 
-def parameters_of(model: nn.Module) -> set[int]:
-    """Where its weights lie in memory."""
-    return {parameter.data_ptr() for parameter in model.parameters()}
+def weights_of(module: nn.Module) -> set[int]:
+    """Where the base's own weights lie in memory, which may be parameters or buffers."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {tensor.data_ptr() for name, tensor in named if not adapters.is_adapters_own(name)}

@@ -94,7 +94,9 @@ def resolutions(bench: Bench) -> Cells:
     def off(samples: list[Sample], *given: Any, **how: Any) -> float:
         errors = []
 
-        def look(_self: Any, _wrap: Any, _sigmas: Any, _noise: Any, data: Any, _cond: Any, chosen: Any, *_: Any) -> None:
+        def look(
+            _self: Any, _wrap: Any, _sigmas: Any, _noise: Any, data: Any, _cond: Any, chosen: Any, *_: Any
+        ) -> None:
             wanted = torch.stack([samples[index].latents for index in chosen])
             errors.append(float((data.detach().reshape(wanted.shape) - wanted).norm() / wanted.norm()))
 
@@ -149,10 +151,10 @@ def checkpointing(bench: Bench) -> Cells:
         return (live.peak - start) / MIB
 
     return (
-        "Gradient checkpointing, one picture of 768²",
-        f"{theirs(True):.0f} MiB for a step at the default depth 1, {theirs(False):.0f} MiB without checkpointing: "
-        f"nothing saved; {theirs(True, 2):.0f} MiB at depth 2",
-        f"{ours(True):.0f} MiB for a step, {ours(False):.0f} MiB without",
+        "Memory of a step with checkpointing, one picture of 768²",
+        f"{theirs(True):.0f} MiB for a step at the default depth 1, {theirs(False):.0f} MiB without checkpointing, "
+        f"{theirs(True, 2):.0f} MiB at depth 2",
+        f"{ours(True):.0f} MiB for a step, {ours(False):.0f} MiB without checkpointing",
     )
 
 
@@ -164,10 +166,11 @@ def offloading(bench: Bench) -> Cells:
     graft = Graft("krea2", blocks_on_cpu=3)
     ours, count = graft.untrained(graft.train(checkpointing=True))
     return (
-        "Offloading with checkpointing at depth 5",
+        "Offloading with checkpointing at depth 5 (Krea 2)",
         f"{len(dead)} of {len(factors)} layers learn nothing, {sum('txtfusion' in key for key in dead)} of them in the "
         "text fusion; nothing is said",
-        f"all 3 blocks in main memory: {ours} of {count} learn nothing. Were it one, the run would end with its name",
+        f"with all 3 blocks in main memory {ours} of {count} layers learn nothing; one that did would be an error that "
+        "names it",
     )
 
 
@@ -204,6 +207,7 @@ def resuming(bench: Bench) -> Cells:
     torch.manual_seed(0)
     whole = stock.train(steps=8)
     again = resumed(whole, "whole_8_steps_.safetensors")
+    kept, apart = difference(change(again), change(whole)), difference(change(halves), change(whole))
     plain = [key for key in whole if key.endswith((".diff_b", ".diff"))]
     lost = [key for key in plain if size({key: again[key]}) < 0.01 * size({key: whole[key]})]
     trained = graft.file(graft.train())
@@ -220,10 +224,10 @@ def resuming(bench: Bench) -> Cells:
     same = equal(graft.file(second), graft.file(graft.train(steps=8)))
     return (
         "Continuing",
-        f"{len(lost)} of {len(plain)} biases and norms start again at 0. A LoRA of alpha 8 becomes {weaker:.1f} times "
-        f"weaker. Of one with diffusers' names {left:.0%} is left, with {len(said)} warnings. 4 and 4 steps differ from 8 "
-        f"by {difference(change(halves), change(whole)):.0%}. A file called `mine`: `{name}`",
-        f"4 and 4 steps {same} 8. It continues its own runs alone, from their saved state, and refuses one that differs: "
+        f"the layers' weights come back ({kept:.0%} off); {len(lost)} of {len(plain)} biases and norms start again at "
+        f"0. A LoRA of alpha 8 becomes {weaker:.1f} times weaker. Of one with diffusers' names {left:.0%} is left, "
+        f"with {len(said)} warnings. 4 and 4 steps differ from 8 by {apart:.0%}. A file called `mine`: `{name}`",
+        f"4 and 4 steps are {same} 8. It continues runs, not LoRA files, and refuses one that differs: "
         f"`{refusal(bench)}`",
     )
 
@@ -246,9 +250,9 @@ def seeds(bench: Bench) -> Cells:
         loras.append((theirs, bench.graft.file(bench.graft.train())))
     (one, ours), (two, again) = loras
     return (
-        "The same seed twice",
+        "The same seed twice, with other work before",
         f"the two LoRAs differ by {difference(two, one):.0%}: the seed does not cover the first weights",
-        f"the second {equal(ours, again)} the first",
+        f"the second LoRA is {equal(ours, again)} the first",
     )
 
 
@@ -287,9 +291,9 @@ def weights(module: Any, owner: Any, name: str, read: Callable[..., Any], call: 
         error = (outputs[-1].reshape(noise.shape) - (noise - data)).square().mean()
         found.append((sigma.item(), loss.item() / error.item()))
 
-    with watched(type(module), "forward", after=lambda output, *_, **__: outputs.append(output.detach())):
-        with watched(owner, name, after=after):
-            call(steps=40, learning_rate=STILL)
+    seen = watched(type(module), "forward", after=lambda output, *_, **__: outputs.append(output.detach()))
+    with seen, watched(owner, name, after=after):
+        call(steps=40, learning_rate=STILL)
     return min(found), max(found)
 
 
@@ -338,7 +342,7 @@ def bypass(bench: Bench) -> Cells:
     dead, count = graft.untrained(graft.train())
     return (
         "Bypass mode: the LoRA beside the weights",
-        f"Ideogram 4: `{errors[0]}`. LoHa: `{errors[1]}`",
+        f"Ideogram 4: `{errors[0]}`. Krea 2 with LoHa: `{errors[1]}`",
         f"is how it always works; {count - dead} of {count} layers of Ideogram 4 learn. It trains LoRA, DoRA and LoKr, "
         "no LoHa",
     )
@@ -350,40 +354,41 @@ def stopping(bench: Bench) -> Cells:
     import folder_paths
     from comfy_extras.nodes_train import SaveLoRA, TrainLoraNode, TrainSampler
 
-    calls, places = [], []
-    output = bench.folder / "output"
+    output, calls = bench.folder / "output", []
     folder_paths.set_output_directory(str(output))
+    module, base_model = bench.stock.model.model.diffusion_model, bench.graft.base.model
+    own, base = sides.weights_of(module), sides.weights_of(base_model)
+    theirs: set[int] = set()
+    ours: set[int] = set()
 
-    def count(_self: Any, wrap: Any, *_: Any, **__: Any) -> None:
-        calls.append(wrap)
+    def interrupt(*_: Any, **__: Any) -> None:
+        calls.append(1)
         management.interrupt_current_processing(len(calls) == 4)
-        places.extend(sides.parameters_of(wrap.inner_model.diffusion_model) if len(calls) == 1 else ())
 
     try:
-        with watched(TrainSampler, "fwd_bwd", count):
+        with watched(TrainSampler, "fwd_bwd", interrupt), watched(type(module), "forward", note(theirs)):
             bench.stock.train()
-        raise SystemExit("the stock node was not stopped: the table's words would be wrong")
+        raise SystemExit("TrainLoraNode was not stopped: correct the table's words")
     except management.InterruptProcessingException:
         left = len(list(output.rglob("*")))
-    own = sides.parameters_of(bench.stock.model.model.diffusion_model)
     SaveLoRA.execute(bench.stock.train(steps=1), "kept")
     header = read_state(next(output.rglob("kept*")))[1]
     names = " ".join(entry.id for entry in TrainLoraNode.define_schema().inputs)
     has = [word for word in ("preview", "schedule", "clip", "ema", "save") if word in names]
-    stopped, whole = run_settings(bench, "stopped"), run_settings(bench, "whole")
-    before = sides.parameters_of(bench.graft.base.model)
-    saved = run_to(stopped, bench.graft, 4)
+    stopped = run_settings(bench, "stopped")
+    with watched(type(base_model), "forward", note(ours)):
+        saved = run_to(stopped, bench.graft, 4)
     kept = read_state(saved)[1]
     run_to(stopped, bench.graft, 8, resume=True)
-    same = equal(read_state(saved)[0], read_state(run_to(whole, bench.graft, 8))[0])
-    shared = len(before & sides.parameters_of(bench.graft.base.model))
+    same = equal(read_state(saved)[0], read_state(run_to(run_settings(bench, "whole"), bench.graft, 8))[0])
     return (
         "Stop in step 4 of 8, and what a long run wants",
-        f"{left} files. Inputs for previews, schedule, clipping, EMA or saves in between: {len(has)}. The saved LoRA says "
-        f"{len(header)} things about itself. The base is loaded a second time: {len(own & set(places))} of {len(places)} "
-        "weights are shared",
-        f"the LoRA of 4 steps is there; continued to 8 it {same} a run without a stop. All of these are settings; the "
-        f"file says {len(kept)} things. It trains on the loaded base itself: {shared} of {len(before)} weights are shared",
+        f"{left} files are left. Of previews, schedule, clipping, EMA and saves in between it has {len(has)}. A LoRA's "
+        f"file notes {len(header)} things about its making. The base is loaded again for the run: {len(own & theirs)} "
+        f"of {len(own)} weights are those already loaded",
+        f"the LoRA is left, and continued to step 8 it is {same} that of a run without a stop. All five are settings. "
+        f"The file notes {len(kept)} things. The base is not loaded again: {len(base & ours)} of {len(base)} weights "
+        "are those already loaded",
     )
 
 
@@ -412,6 +417,11 @@ def loose_ends(bench: Bench) -> Cells:
         f"the curve is {'drawn' if plot.is_file() else 'missing'}; the switch is "
         f"{'on' if management.training_fp8_bwd else 'off'} after the run",
     )
+
+
+def note(places: set[int]) -> Callable[..., None]:
+    """Notes where the weights lie of a transformer that is called."""
+    return lambda module, *_, **__: places.update(sides.weights_of(module))
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
@@ -448,9 +458,9 @@ def run_to(settings: RunSettings, graft: Graft, steps: int, resume: bool = False
 
 
 def equal(one: State, other: State) -> str:
-    """The words for whether two LoRAs are the same."""
+    """The words for whether two LoRAs are the same, to stand before the second."""
     same = one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-    return "equals, bit for bit," if same else "differs from"
+    return "bit for bit" if same else "not"
 
 
 def error_of(call: Callable[..., Any], *arguments: Any, **named: Any) -> str:
@@ -483,7 +493,10 @@ ROWS = (
 
 def table(bench: Bench) -> str:
     """Markdown, one row for each of `ROWS`."""
-    lines = [HEAD, ("---",) * len(HEAD), *((str(index), *row(bench)) for index, row in enumerate(ROWS, 1))]
+    lines = [HEAD, ("---",) * len(HEAD)]
+    for index, row in enumerate(ROWS, 1):
+        print(f"{index} of {len(ROWS)}: {row.__doc__.splitlines()[0]}", file=sys.stderr, flush=True)
+        lines.append((str(index), *row(bench)))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -493,6 +506,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=results, help="the file that is written")
     arguments = parser.parse_args()
     version = sides.open_comfyui()
+    torch.set_num_threads(1)  # so small a model gains nothing from more, and waits for them on a busy machine
     warnings.simplefilter("ignore")  # torch's, of ComfyUI's autocast in fp32 on the CPU
     import folder_paths
 
