@@ -103,9 +103,10 @@ class TrainSession:
             stack.enter_context(torch.autocast(self.device.type, enabled=False))
             stack.enter_context(attention.training_backends())
             stack.enter_context(adapters.active(self.base.model, self.name, train=True))
-            blocks = self.base.family.blocks(self.base.model).values()
-            whole, slim = (blocks, ()) if self.train.checkpointing else ((), blocks)
-            stack.enter_context(memory.checkpointed(whole, slim))
+            # `auto` is settled by preflight; a session that was made without it takes the least memory.
+            how_many = self.train.checkpointing
+            how_many = True if isinstance(how_many, str) else how_many
+            stack.enter_context(memory.recomputing(*self.base.family.by_place(self.base.model), how_many))
             self._open = stack.pop_all()
         return self
 

@@ -393,6 +393,9 @@ def _memory(subject: _Subject) -> str:
     blocks, most = settings.model.blocks_on_cpu, family.block_count(config)
     if blocks != AUTO and int(blocks) > most:
         raise SettingsError(f"blocks_on_cpu is {blocks}; {subject.file.path.name} has {most} blocks")
+    how_many = settings.train.checkpointing
+    if how_many is not True and how_many != AUTO and int(how_many) > most:
+        raise SettingsError(f"checkpointing is {how_many}; {subject.file.path.name} has {most} blocks")
     if subject.resume and settings.model.precision == AUTO:
         # Another precision would be another run: the one that was chosen then holds.
         precision = state.saved_precision(Path(settings.output).resolve() / "state")

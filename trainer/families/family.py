@@ -179,7 +179,15 @@ class Family(ABC):
 
     def main_blocks(self, model: nn.Module) -> list[nn.Module]:
         """The transformer's blocks in the order in which they run, without those of a text trunk."""
-        return [block for name, block in self.blocks(model).items() if self.block_of(name) is not None]
+        return self.by_place(model)[0]
+
+    def by_place(self, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The blocks worth recomputing: `main_blocks`, and those of a text trunk."""
+        main: list[nn.Module] = []
+        trunk: list[nn.Module] = []
+        for name, block in self.blocks(model).items():
+            (trunk if self.block_of(name) is None else main).append(block)
+        return main, trunk
 
     def official_name(self, name: str) -> tuple[str, int | None]:
         """Official name of a parameter that may bear diffusers' name, and which member of a fused one it is, if any.

@@ -107,6 +107,8 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """One single-stream block over [text, image], with a norm before and after each half and tanh gates."""
 
+    worth_keeping = "feed_forward.w2"
+
     def __init__(self, config: Ideogram4Config) -> None:
         super().__init__()
         self.attention = Attention(config.width, config.heads)
