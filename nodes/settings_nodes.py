@@ -279,7 +279,7 @@ class TrainSettingsNode(io.ComfyNode):
                 default=AUTO,
                 advanced=True,
                 tooltip="Calculates parts twice in place of keeping them: far less memory, about a third slower. auto: "
-                "only if it would not fit otherwise.",
+                "in as few blocks as it takes to fit.",
             ),
             io.Float.Input(
                 "ema",
