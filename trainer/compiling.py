@@ -6,11 +6,11 @@ and what compiling fuses. Each such function (`pointwise.py`) is compiled by its
 batch and tokens are dynamic from the first call on. So the custom autograd Functions between them, the tape and
 recomputation stay what they are.
 
-Each is compiled whole (`fullgraph`): what cannot be compiled is an error, and never runs eager in silence. No setting of
-`torch._dynamo` or inductor is changed.
+Each is compiled whole (`fullgraph`): what cannot be compiled is an error, and never runs eager in silence. No setting
+of `torch._dynamo` or inductor is changed.
 
-The numbers differ from eager's in the order of sums, by about 3e-7 of a gradient in fp32; in bf16 by its rounding, since
-a fused kernel rounds once where eager rounds after each operation.
+The numbers differ from eager's in the order of sums, by about 3e-7 of a gradient in fp32; in bf16 by its rounding,
+since a fused kernel rounds once where eager rounds after each operation.
 """
 
 from __future__ import annotations
@@ -80,4 +80,6 @@ def _kind(value: Any) -> Any:
 def _copy(function: Any) -> Any:
     """The function with a code object of its own, to which torch ties what it compiles."""
     code = function.__code__.replace()
-    return types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    return types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..lora_convert import FP32_PARTS, LokrModule, LoraModule, read_comfyui, read_state, write_comfyui, write_state
 from ..lora_convert.headers import OVER_BASE
-from . import adapters, attention, memory, optimizers
+from . import adapters, attention, compiling, memory, optimizers
 from .base_model import Base
 from .batches import Batch, BatchStream, collate
 from .ema import Average
@@ -107,6 +107,8 @@ class TrainSession:
             how_many = self.train.checkpointing
             how_many = True if isinstance(how_many, str) else how_many
             stack.enter_context(memory.recomputing(*self.base.family.by_place(self.base.model), how_many))
+            if self.train.compile is True:
+                stack.enter_context(compiling.compiled())
             self._open = stack.pop_all()
         return self
 

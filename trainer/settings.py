@@ -132,6 +132,7 @@ class TrainSettings:
         timesteps: distribution of the noise level.
         checkpointing: recompute activations block by block: true in all of them, which takes the least memory; false
             in none; a number in so many; `auto` in as few as it takes to fit.
+        compile: compile the blocks' element-wise work; `auto` on a card where that works.
         ema: decay of the moving average that is saved and previewed in the weights' place; 0 for none.
         save_every: steps between saves of LoRA and state; 0 for the end alone.
         keep: so many of those LoRAs stay, the newest.
@@ -151,6 +152,7 @@ class TrainSettings:
     max_grad_norm: float = 1.0
     timesteps: str = "family"
     checkpointing: bool | int | str = AUTO
+    compile: bool | str = AUTO
     ema: float = 0.0
     save_every: int = 250
     keep: int = 3
@@ -179,6 +181,8 @@ class TrainSettings:
                 )
         else:
             _at_least("checkpointing", self.checkpointing, 0)
+        if isinstance(self.compile, str):
+            one_of("compile", self.compile, (AUTO,))
         one_of("optimizer", self.optimizer, OPTIMIZERS)
         one_of("schedule", self.schedule, SCHEDULES)
         one_of("timesteps", self.timesteps, DISTRIBUTIONS)

@@ -112,7 +112,7 @@ def test_the_prediction_is_within_10_percent_of_a_real_run(family_name, tmp_path
     assert abs(found - wanted) < 0.1 * wanted, f"predicted {found / 2**20:.2f} MiB, counted {wanted / 2**20:.2f} MiB"
 
 
-@pytest.mark.parametrize("checkpointing", [False, True, 0, 1, 3, 5, 6])
+@pytest.mark.parametrize("checkpointing", [False, True, 3])
 def test_two_counts_with_few_blocks_give_that_of_all(family_name, checkpointing):
     work = workload(family_name, blocks=6, checkpointing=checkpointing, precision="int8")
     assert predict(work).device == int(plan._count(work).peak)
@@ -207,16 +207,15 @@ def test_a_fast_card_needs_no_checkpointing_and_no_cpu():
     assert (chosen.precision, chosen.checkpointing, chosen.blocks_on_cpu) == ("bf16", False, 0)
 
 
-@pytest.mark.parametrize("on_cpu", [0, 2])
-def test_auto_recomputes_the_fewest_blocks_that_fit(family_name, on_cpu):
-    work = workload(family_name, blocks=6, precision="int8", checkpointing=AUTO, blocks_on_cpu=on_cpu)
-    takes = {
-        number: predict(dataclasses.replace(work, checkpointing=number)).device for number in (False, 1, 2, 3, 4, 5)
-    }
-    for number, bytes in takes.items():
-        chosen = choose(work, Budget(bytes, 80 * GIB)).checkpointing
-        assert chosen == number
-        assert (chosen is False) == (number == 0)
+def test_auto_recomputes_the_fewest_blocks_that_fit(family_name):
+    for on_cpu in (2, 0):
+        work = workload(family_name, blocks=6, precision="int8", checkpointing=AUTO, blocks_on_cpu=on_cpu)
+        numbers = (False, 1, 2, 3, 4, 5)
+        takes = {number: predict(dataclasses.replace(work, checkpointing=number)).device for number in numbers}
+        for number, bytes in takes.items():
+            chosen = choose(work, Budget(bytes, 80 * GIB)).checkpointing
+            assert chosen == number
+            assert (chosen is False) == (number == 0)
     least = predict(dataclasses.replace(work, checkpointing=True)).device
     if family_name == "ideogram4":  # where a number lets a block keep an output, all of them take less still
         assert least < takes[5]

@@ -317,7 +317,7 @@ def test_auto_is_resolved_for_a_card_and_kept_by_a_resume(tmp_path, monkeypatch,
 
 
 def test_more_checkpointed_blocks_than_there_are_are_refused(settings):
-    with pytest.raises(SettingsError, match="checkpointing is 4; krea2-demo-base.safetensors has 3 blocks"):
+    with pytest.raises(SettingsError, match=r"checkpointing is 4; krea2-demo-base\.safetensors has 3 blocks"):
         check(changed(settings, "train", checkpointing=4), encoders(KREA2))
     assert check(changed(settings, "train", checkpointing=3), encoders(KREA2)).settings.train.checkpointing == 3
     assert check(changed(settings, "train", checkpointing=True), encoders(KREA2)).settings.train.checkpointing is True

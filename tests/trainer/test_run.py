@@ -28,6 +28,7 @@ from graft_lora.trainer.settings import (
     PreviewSettings,
     RunSettings,
     TrainSettings,
+    resume_settings,
 )
 from graft_lora.trainer.watcher import STOP, Terminal
 from PIL import Image

@@ -63,7 +63,10 @@ def test_values_arrive(tmp_path):
         ('[model]\nprecision = "int3"', "precision 'int3' is not known; choose one of auto, fp32, bf16"),
         ('[model]\ncompute_dtype = "fp16"', "compute_dtype 'fp16' is not known; choose one of bf16, fp32"),
         ('[model]\nfamily = "flux"', "family 'flux' is not known; choose one of krea2, ideogram4"),
-        ('[train]\ncheckpointing = "some"', "checkpointing is 'some'; wanted true, false, 'auto' or a number of blocks"),
+        (
+            '[train]\ncheckpointing = "some"',
+            "checkpointing is 'some'; wanted true, false, 'auto' or a number of blocks",
+        ),
         ("[train]\ncheckpointing = -1", "checkpointing is -1; wanted at least 0"),
         ("[train]\ncheckpointing = 1.0", "train.checkpointing is 1.0; wanted bool or int or str"),
         ('[train]\ntimesteps = "sigmoid"', "timesteps 'sigmoid' is not known"),

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...lora_convert.tables import Table
+from ..pointwise import pointwise
 
 ROPE_SHAPES = 16  # a few MB each: more than the buckets of most datasets
 
@@ -216,6 +218,12 @@ class Family(ABC):
 def sinusoid(angles: Tensor, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> Tensor:
     """Two halves of a sinusoidal embedding side by side: (B, n) angles → (B, 2n)."""
     return torch.cat([first(angles), second(angles)], dim=-1)
+
+
+@pointwise
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up."""
+    return F.silu(gate) * up
 
 
 def expit_of_normal(u: Tensor, mean: float, std: float) -> Tensor:
