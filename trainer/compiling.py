@@ -68,13 +68,15 @@ class Compiler:
 
 
 def _kind(value: Any) -> Any:
-    """All that a compilation may depend on; of the dynamic axes whether they are 1, which torch takes as a fact."""
+    """All that a compilation may depend on; of the dynamic axes whether they are 1, which torch takes as a fact, as it
+    does a stride of 0, which the stand-in for an output that is not needed has (`kept.output`)."""
     if not isinstance(value, Tensor):
         return value
     shape = tuple(value.shape)
     if value.ndim > len(DYNAMIC_AXES):
         shape = (*(size == 1 for size in shape[: len(DYNAMIC_AXES)]), *shape[len(DYNAMIC_AXES) :])
-    return shape, value.dtype, value.device, value.requires_grad
+    strides = value.is_contiguous(), *(stride == 0 for stride in value.stride())
+    return shape, strides, value.dtype, value.device, value.requires_grad
 
 
 def _copy(function: Any) -> Any:

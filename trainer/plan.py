@@ -3,7 +3,7 @@
 A training step is carried out at full size with tensors that have shapes and no data (`FakeTensorMode`), and the bytes
 alive are counted. The blocks of a transformer are alike, so every figure is linear in their number: two counts with few
 blocks give it for all of them (a test compares with a count of them all). So it is in the number of those that
-recompute: the first and the last but one give what lies between.
+recompute: none and all but the last give what lies between.
 
 What is counted is what torch's allocator hands out. CUDA's own context, kernels' workspaces and the allocator's
 rounding come on top: `usable` leaves room for them.
@@ -160,14 +160,14 @@ def _counts(workload: Workload, recomputes_all: bool) -> _Counts:
     alike = workload.lora.blocks.strip() == "all" and workload.lora.targets in workload.family.presets
     if total <= MORE or not alike:
         return _count(workload)
-    # From one that recomputes on it is a line, up to the last but one: where the last block recomputes, its memory is
-    # what it was. Where it bends in between, the line lies above.
-    if not recomputes_all and 1 < number < total - 1:
-        one, most = (_counts(replace(workload, checkpointing=end), False) for end in (1, total - 1))
-        return _on_line(one, most, (number - 1) / (total - 2))
+    # In that number it is a line up to the last but one: where the last block recomputes, its memory is what it was. A
+    # text trunk that is trained recomputes with the first block, and takes less than the line says.
+    if not recomputes_all and 0 < number < total - 1:
+        none, most = (_counts(replace(workload, checkpointing=end), False) for end in (False, total - 1))
+        return _on_line(none, most, number / (total - 1))
 
     def with_blocks(blocks: int) -> _Counts:
-        how_many = workload.checkpointing if recomputes_all or number < 2 else number - total + blocks
+        how_many = workload.checkpointing if recomputes_all or not number else number - total + blocks
         config = workload.family.with_blocks(workload.config, blocks)
         return _count(replace(workload, config=config, checkpointing=how_many))
 

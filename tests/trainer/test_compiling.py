@@ -103,7 +103,7 @@ def test_every_block_and_bucket_shares_one_compilation_of_each_piece(measured, f
     _, graphs, made, _, _ = measured[family_name]
     assert graphs == [made] * len(BUCKETS)
     # Norm, q's and k's rotation, SwiGLU, residuals, and Krea 2's gate; a kind of arguments each.
-    assert 4 <= made <= 9
+    assert 4 <= made <= 10
 
 
 @needs_compiler
@@ -137,7 +137,8 @@ def test_nothing_is_compiled_where_no_graph_is_made_or_nobody_asks():
 def test_what_cannot_be_compiled_is_an_error_and_does_not_run_eager():
     @pointwise.pointwise
     def impossible(x):
-        return x * float(x.sum().item())
+        torch._dynamo.graph_break()
+        return 2 * x
 
     with compiling.compiled(), pytest.raises(TrainingError, match=r"impossible cannot be compiled .* compile = false"):
         impossible(torch.ones(1, 2, 3, requires_grad=True))
