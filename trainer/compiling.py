@@ -68,15 +68,18 @@ class Compiler:
 
 
 def _kind(value: Any) -> Any:
-    """All that a compilation may depend on; of the dynamic axes whether they are 1, which torch takes as a fact, as it
-    does a stride of 0, which the stand-in for an output that is not needed has (`kept.output`)."""
+    """All that a compilation may depend on.
+
+    Of the dynamic axes it is whether they are 1, and where both are the first stride too, which torch then takes as
+    facts. The stand-in for an output that is not needed has strides of 0 (`kept.output`).
+    """
     if not isinstance(value, Tensor):
         return value
-    shape = tuple(value.shape)
+    sizes, strides = tuple(value.shape), value.stride()
     if value.ndim > len(DYNAMIC_AXES):
-        shape = (*(size == 1 for size in shape[: len(DYNAMIC_AXES)]), *shape[len(DYNAMIC_AXES) :])
-    strides = value.is_contiguous(), *(stride == 0 for stride in value.stride())
-    return shape, strides, value.dtype, value.device, value.requires_grad
+        ones = [sizes[axis] == 1 for axis in DYNAMIC_AXES]
+        sizes, strides = (*ones, *sizes[len(DYNAMIC_AXES) :]), strides if all(ones) else strides[1:]
+    return sizes, strides, value.dtype, value.device, value.requires_grad
 
 
 def _copy(function: Any) -> Any:
