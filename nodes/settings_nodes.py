@@ -17,7 +17,7 @@ from .guard import guarded
 from .kinds import CATEGORY, LoraSettingsKind, Preview, PreviewRequest, TrainSettingsKind
 
 AUTO = "auto"
-CHECKPOINTING: dict[str, bool | str] = {AUTO: AUTO, "on": True, "off": False}
+SWITCH: dict[str, bool | str] = {AUTO: AUTO, "on": True, "off": False}
 PRESETS = tuple(dict.fromkeys(preset for family in FAMILIES.values() for preset in family.presets))
 MOST_PROMPTS = 8
 SEEDS = 2**53 - 1  # the largest whole number that a widget holds exactly
@@ -275,11 +275,11 @@ class TrainSettingsNode(io.ComfyNode):
             ),
             io.Combo.Input(
                 "checkpointing",
-                options=list(CHECKPOINTING),
+                options=list(SWITCH),
                 default=AUTO,
                 advanced=True,
                 tooltip="Calculates parts twice in place of keeping them: far less memory, about a third slower. auto: "
-                "only if it would not fit otherwise.",
+                "in as few blocks as it takes to fit.",
             ),
             io.Float.Input(
                 "ema",
@@ -314,12 +314,21 @@ class TrainSettingsNode(io.ComfyNode):
                 advanced=True,
                 tooltip="Precision of the saved LoRA. bf16 and fp16 halve the file.",
             ),
+            io.Combo.Input(
+                "compile",
+                options=list(SWITCH),
+                default=AUTO,
+                advanced=True,
+                tooltip="Compiles the small calculations between the large ones: a slower first step, faster ones "
+                "after it. auto: on a card where Triton works.",
+            ),
         ]
 
     @classmethod
     @guarded
-    def execute(cls, checkpointing: str, **settings: Any) -> io.NodeOutput:
-        return io.NodeOutput(TrainSettings(checkpointing=CHECKPOINTING[checkpointing], **settings))
+    def execute(cls, checkpointing: str, compile: str, **settings: Any) -> io.NodeOutput:
+        train = TrainSettings(checkpointing=SWITCH[checkpointing], compile=SWITCH[compile], **settings)
+        return io.NodeOutput(train)
 
 
 class PreviewSettingsNode(io.ComfyNode):

@@ -6,7 +6,7 @@ Shape suffixes: B batch, C latent channels, T tokens, W conditioning width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -45,10 +45,19 @@ class Batch:
     names: tuple[str, ...]
     after_trunk: bool = False
 
+    def pinned(self) -> Batch:
+        """The batch in memory from which a GPU copies while the CPU goes on."""
+        moved = {
+            name: value.pin_memory()
+            for name in ("latents", "conditioning", "mask", "weights")
+            if (value := getattr(self, name)) is not None
+        }
+        return replace(self, **moved)
+
     def velocity(self, model: Transformer, noisy: Tensor, sigma_B: Tensor) -> Tensor:
         """The model's prediction for noisy latents of this batch, which are on the model's device."""
-        text = self.conditioning.to(noisy.device)
-        mask = None if self.mask is None else self.mask.to(noisy.device)
+        text = self.conditioning.to(noisy.device, non_blocking=True)
+        mask = None if self.mask is None else self.mask.to(noisy.device, non_blocking=True)
         if self.after_trunk:
             return model(noisy, sigma_B, mask_BT=mask, text=text)
         return model(noisy, sigma_B, text, mask)

@@ -74,6 +74,12 @@ def rows(families: Iterable[Family], cards: Iterable[float], question: Question)
                 yield Row(family, card, side, None, str(error))
 
 
+def _checkpointing(work: Workload) -> str:
+    if work.checkpointing is True or not work.checkpointing:
+        return "all" if work.checkpointing else "off"
+    return f"{work.checkpointing} of {work.blocks}"
+
+
 HEAD = ("Model", "Card", "Pictures", "Precision", "Checkpointing", "Blocks on the CPU", "On the card", "Main memory")
 
 
@@ -92,7 +98,7 @@ def table(rows: Iterable[Row]) -> str:
             (
                 *start,
                 work.precision,
-                "on" if work.checkpointing else "off",
+                _checkpointing(work),
                 f"{work.blocks_on_cpu} of {work.blocks}",
                 plan.gib(prediction.device),
                 plan.gib(prediction.host),

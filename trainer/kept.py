@@ -23,11 +23,12 @@ class Tape:
     """Tensors of one pass through one block, in the order in which they were made.
 
     Attributes:
-        keeps: whether anything is kept; else all is made again.
+        keeps: True for everything, False for nothing, or the one module whose output alone is kept; what is not kept
+            is made again.
         unneeded: a module whose output no gradient depends on: it is neither kept nor made again.
     """
 
-    def __init__(self, keeps: bool, unneeded: nn.Module | None = None) -> None:
+    def __init__(self, keeps: bool | nn.Module, unneeded: nn.Module | None = None) -> None:
         self.keeps, self.unneeded = keeps, unneeded
         self.replaying = False
         self._tensors: list[Tensors] = []
@@ -41,9 +42,14 @@ class Tape:
         """To the beginning, for another pass."""
         self.replaying, self._next = replaying, 0
 
-    def take(self, make: Callable[[], Tensors]) -> Tensors:
-        """The tensors that come next: made and kept, or in a recomputation those that were kept."""
-        if not self.keeps:
+    def take(self, make: Callable[[], Tensors], owner: nn.Module | None = None) -> Tensors:
+        """The tensors that come next: made and kept, or in a recomputation those that were kept.
+
+        Args:
+            make: forms them.
+            owner: the module whose output they are, if they are one's.
+        """
+        if self.keeps is not True and (owner is None or owner is not self.keeps):
             return make()
         if not self.replaying:
             self._tensors.append(make())
@@ -70,13 +76,13 @@ class _Pass(AbstractContextManager[None]):
         _TAPE.reset(self._token)
 
 
-def once(make: Callable[[], Tensors]) -> Tensors:
-    """What `make` gives, taken from the forward pass where it was kept.
+def once(make: Callable[[], Tensors], owner: nn.Module | None = None) -> Tensors:
+    """What `make` gives, which is the output of `owner` if that is said, taken from the forward pass where it was kept.
 
     For use inside of an autograd Function's forward, where tensors carry no graph.
     """
     tape = _TAPE.get()
-    return make() if tape is None else tape.take(make)
+    return make() if tape is None else tape.take(make, owner)
 
 
 def output(owner: nn.Module, x: Tensor, features: int, make: Callable[[], Tensor]) -> Tensor:
@@ -85,4 +91,4 @@ def output(owner: nn.Module, x: Tensor, features: int, make: Callable[[], Tensor
     if tape is not None and tape.unneeded is owner:
         # It fills no memory: one zero in the shape of the output.
         return x.new_zeros(()).expand(*x.shape[:-1], features) if tape.replaying else make()
-    return once(lambda: (make(),))[0]
+    return once(lambda: (make(),), owner)[0]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..lora_convert import FP32_PARTS, LokrModule, LoraModule, read_comfyui, read_state, write_comfyui, write_state
 from ..lora_convert.headers import OVER_BASE
-from . import adapters, attention, memory, optimizers
+from . import adapters, attention, compiling, memory, optimizers
 from .base_model import Base
 from .batches import Batch, BatchStream, collate
 from .ema import Average
@@ -38,6 +38,34 @@ class StepLog:
     learning_rate: float
     grad_norm: float
     seconds: float
+
+
+Place = tuple[Tensor, dict[str, Any]]  # of the generator and of the stream
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One forward pass before it is made: its batch and every random number of it, on the CPU.
+
+    Attributes:
+        batch: of samples.
+        noise: in the shape of the latents, fp32.
+        sigma_B: noise levels, fp32.
+        seed: of dropout; None where there is none.
+    """
+
+    batch: Batch
+    noise: Tensor
+    sigma_B: Tensor
+    seed: int | None
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """A step's passes, and where the generator and the stream stood before they were drawn."""
+
+    place: Place
+    passes: list[_Pass]
 
 
 class TrainSession:
@@ -92,6 +120,7 @@ class TrainSession:
             self.average = Average(self.parameters, train.ema) if train.ema else None
         self.stream = BatchStream(samples, train.batch_size, self.generator, caption_dropout)
         self.done = 0
+        self._ahead: _Draw | None = None
         self._open: ExitStack | None = None
 
     def __enter__(self) -> TrainSession:
@@ -103,9 +132,12 @@ class TrainSession:
             stack.enter_context(torch.autocast(self.device.type, enabled=False))
             stack.enter_context(attention.training_backends())
             stack.enter_context(adapters.active(self.base.model, self.name, train=True))
-            blocks = self.base.family.blocks(self.base.model).values()
-            whole, slim = (blocks, ()) if self.train.checkpointing else ((), blocks)
-            stack.enter_context(memory.checkpointed(whole, slim))
+            # `auto` is settled by preflight; a session that was made without it takes the least memory.
+            how_many = self.train.checkpointing
+            how_many = True if isinstance(how_many, str) else how_many
+            stack.enter_context(memory.recomputing(*self.base.family.by_place(self.base.model), how_many))
+            if self.train.compile is True:
+                stack.enter_context(compiling.compiled())
             self._open = stack.pop_all()
         return self
 
@@ -130,33 +162,33 @@ class TrainSession:
                 session is as before the step.
         """
         assert self._open is not None, "open the session first: with TrainSession(...) as session"
-        generator, stream = self.generator.get_state(), self.stream.state_dict()
+        place = self._place()
         try:
             return self._step()
         except BaseException:
             # A step that failed has not happened: another try, or a resume, sees the same pictures and noise.
-            self.generator.set_state(generator)
-            self.stream.load_state_dict(stream)
+            self._return_to(place)
             self.optimizer.zero_grad()
             raise
 
     def _step(self) -> StepLog:
         started = time.perf_counter()
-        groups = [next(self.stream) for _ in range(self.train.accumulation)]
-        pictures = sum(len(group) for group in groups)
-        total = 0.0
-        for group in groups:
-            batch = collate(self.samples, group, self.empty)
-            loss = self._loss(batch).sum() / pictures
+        passes = (self._ahead or self._draw()).passes
+        self._ahead = None
+        pictures = sum(len(entry.batch.names) for entry in passes)
+        losses = []
+        for entry in passes:
+            loss = self._loss(entry).sum() / pictures
             loss.backward()
-            total += loss.item()
-            if not torch.isfinite(loss):
-                raise TrainingError(
-                    f"the loss became {loss.item()} in step {self.done + 1} on {some(list(batch.names))}; "
-                    "a lower learning rate or fp32 compute usually mends it"
-                )
-        norm = self._clip()
+            losses.append(loss.detach())
         train = self.train
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, train.max_grad_norm or float("inf"))
+        if self.done + 1 < train.steps:
+            # A GPU is still at work on this step.
+            self._ahead = self._draw()
+        # The one time in a step that the CPU waits for the GPU.
+        *values, length = torch.stack([*losses, norm.to(losses[0])]).tolist()
+        self._check(values, length, passes)
         rate = learning_rate(train.schedule, self.done, train.steps, train.warmup_steps, train.learning_rate)
         optimizers.set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
@@ -164,36 +196,65 @@ class TrainSession:
         if self.average is not None:
             self.average.update()
         self.done += 1
-        return StepLog(self.done, total, rate, norm, time.perf_counter() - started)
+        return StepLog(self.done, sum(values), rate, length, time.perf_counter() - started)
 
-    def _loss(self, batch: Batch) -> Tensor:
-        """Per-sample loss (B,) fp32 at noise and noise levels drawn from the generator."""
-        shape = batch.latents.shape
-        sigma_B = draw_sigmas(self.base.family, self.train.timesteps, shape[0], shape, self.generator)
-        noise = draw_noise(shape, self.generator)
-        data, noise, sigma_B = (tensor.to(self.device) for tensor in (batch.latents, noise, sigma_B))
+    def _place(self) -> Place:
+        """Where the generator and the stream stand, less what was drawn ahead."""
+        return self._ahead.place if self._ahead else (self.generator.get_state(), self.stream.state_dict())
+
+    def _return_to(self, place: Place) -> None:
+        generator, stream = place
+        self.generator.set_state(generator)
+        self.stream.load_state_dict(stream)
+        self._ahead = None
+
+    def _draw(self) -> _Draw:
+        """All of a step's draws from the generator, in the order in which they always were."""
+        place = self.generator.get_state(), self.stream.state_dict()
+        groups = [next(self.stream) for _ in range(self.train.accumulation)]
+        passes = []
+        for group in groups:
+            batch = collate(self.samples, group, self.empty)
+            shape = batch.latents.shape
+            sigma_B = draw_sigmas(self.base.family, self.train.timesteps, shape[0], shape, self.generator)
+            noise = draw_noise(shape, self.generator)
+            seed = int(torch.randint(2**62, (), generator=self.generator)) if self.lora.dropout else None
+            if self.device.type == "cuda":
+                batch, noise, sigma_B = batch.pinned(), noise.pin_memory(), sigma_B.pin_memory()
+            passes.append(_Pass(batch, noise, sigma_B, seed))
+        return _Draw(place, passes)
+
+    def _loss(self, drawn: _Pass) -> Tensor:
+        """Per-sample loss (B,) fp32."""
+        batch = drawn.batch
+        data, noise, sigma_B = (
+            tensor.to(self.device, non_blocking=True) for tensor in (batch.latents, drawn.noise, drawn.sigma_B)
+        )
         noisy = add_noise(data, noise, sigma_B)
         with ExitStack() as stack:
-            if self.lora.dropout:
+            if drawn.seed is not None:
                 # Dropout takes torch's global generator: it is lent a state drawn from the run's own, and gets its
                 # former one back.
                 devices = [self.device] if self.device.type == "cuda" else []
                 stack.enter_context(torch.random.fork_rng(devices))
-                torch.manual_seed(int(torch.randint(2**62, (), generator=self.generator)))
+                torch.manual_seed(drawn.seed)
             predicted = batch.velocity(self.base.model, noisy, sigma_B)
-        weights = None if batch.weights is None else batch.weights.to(self.device)
+        weights = None if batch.weights is None else batch.weights.to(self.device, non_blocking=True)
         return velocity_loss(predicted, data, noise, weights)
 
-    def _clip(self) -> float:
-        """Clips the gradient to `max_grad_norm` and returns its norm before that."""
-        limit = self.train.max_grad_norm or float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit).item()
+    def _check(self, losses: list[float], norm: float, passes: list[_Pass]) -> None:
+        """Every loss, and the gradient's norm before clipping, is finite."""
+        for loss, entry in zip(losses, passes, strict=True):
+            if not math.isfinite(loss):
+                raise TrainingError(
+                    f"the loss became {loss} in step {self.done + 1} on {some(list(entry.batch.names))}; "
+                    "a lower learning rate or fp32 compute usually mends it"
+                )
         if not math.isfinite(norm):
             raise TrainingError(
                 f"the gradient became {norm} in step {self.done + 1}; a lower learning rate or fp32 compute "
                 "usually mends it"
             )
-        return norm
 
     @contextmanager
     def result(self) -> Iterator[None]:
@@ -208,8 +269,8 @@ class TrainSession:
             "adapter": [parameter.detach() for parameter in self.parameters],
             "average": None if self.average is None else self.average.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "generator": self.generator.get_state(),
-            "stream": self.stream.state_dict(),
+            "generator": self._place()[0],
+            "stream": self._place()[1],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -220,8 +281,7 @@ class TrainSession:
             if self.average is not None:
                 self.average.load_state_dict(state["average"])
             self.optimizer.load_state_dict(state["optimizer"])
-        self.generator.set_state(state["generator"])
-        self.stream.load_state_dict(state["stream"])
+        self._return_to((state["generator"], state["stream"]))
         self.done = state["done"]
 
     def try_saving(self, folder: Path) -> None:

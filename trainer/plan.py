@@ -2,7 +2,8 @@
 
 A training step is carried out at full size with tensors that have shapes and no data (`FakeTensorMode`), and the bytes
 alive are counted. The blocks of a transformer are alike, so every figure is linear in their number: two counts with few
-blocks give it for all of them (a test compares with a count of them all).
+blocks give it for all of them (a test compares with a count of them all). So it is in the number of those that
+recompute: none and all but the last give what lies between.
 
 What is counted is what torch's allocator hands out. CUDA's own context, kernels' workspaces and the allocator's
 rounding come on top: `usable` leaves room for them.
@@ -11,6 +12,7 @@ rounding come on top: `usable` leaves room for them.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -60,7 +62,7 @@ class Workload:
         batch_size: pictures in one forward pass.
         optimizer: as in the training settings.
         ema: whether a moving average is kept.
-        checkpointing: whether the blocks recompute their activations, or `auto`.
+        checkpointing: whether the blocks recompute their activations, how many of them do, or `auto`.
         blocks_on_cpu: a number, or `auto`.
         preview: whether pictures are sampled during the run.
         unconditional: whether previews use a transformer of their own for the unconditional pass.
@@ -77,7 +79,7 @@ class Workload:
     batch_size: int = 1
     optimizer: str = "adamw"
     ema: bool = False
-    checkpointing: bool | str = AUTO
+    checkpointing: bool | int | str = AUTO
     blocks_on_cpu: int | str = AUTO
     preview: bool = True
     unconditional: bool = False
@@ -124,7 +126,9 @@ class _Counts:
 
 def predict(workload: Workload) -> Prediction:
     """The peaks of a workload in which nothing is left to `auto`."""
-    counts = _counts(replace(workload, blocks_on_cpu=0, unconditional=False, dataset_bytes=0))
+    counts = _counts(
+        replace(workload, blocks_on_cpu=0, unconditional=False, dataset_bytes=0), workload.checkpointing is True
+    )
     on_cpu = int(workload.blocks_on_cpu)
     # Blocks on the CPU are replaced by the slots that they visit, at every moment alike.
     saved = (on_cpu - min(SLOTS, on_cpu)) * counts.block
@@ -148,18 +152,32 @@ def _pinned(bytes: float) -> int:
     return 2 ** math.ceil(math.log2(bytes))
 
 
-@lru_cache(maxsize=64)
-def _counts(workload: Workload) -> _Counts:
-    total = workload.blocks
+@lru_cache(maxsize=256)
+def _counts(workload: Workload, recomputes_all: bool) -> _Counts:
+    """Counts of a workload, `recomputes_all` being whether its checkpointing is True: to a cache that equals 1."""
+    total, number = workload.blocks, int(workload.checkpointing)
     # Targets that name blocks by their numbers do not treat them alike.
     alike = workload.lora.blocks.strip() == "all" and workload.lora.targets in workload.family.presets
     if total <= MORE or not alike:
         return _count(workload)
-    few, more = (
-        _count(replace(workload, config=workload.family.with_blocks(workload.config, blocks))) for blocks in (FEW, MORE)
-    )
-    line = {f.name: (getattr(few, f.name), getattr(more, f.name)) for f in fields(_Counts)}
-    return _Counts(**{name: a + (total - FEW) / (MORE - FEW) * (b - a) for name, (a, b) in line.items()})
+    # In that number it is a line up to the last but one: where the last block recomputes, its memory is what it was. A
+    # text trunk that is trained recomputes with the first block, and takes less than the line says.
+    if not recomputes_all and 0 < number < total - 1:
+        none, most = (_counts(replace(workload, checkpointing=end), False) for end in (False, total - 1))
+        return _on_line(none, most, number / (total - 1))
+
+    def with_blocks(blocks: int) -> _Counts:
+        how_many = workload.checkpointing if recomputes_all or not number else number - total + blocks
+        config = workload.family.with_blocks(workload.config, blocks)
+        return _count(replace(workload, config=config, checkpointing=how_many))
+
+    return _on_line(with_blocks(FEW), with_blocks(MORE), (total - FEW) / (MORE - FEW))
+
+
+def _on_line(start: _Counts, end: _Counts, place: float) -> _Counts:
+    """Figures on the line through both: those of the start at 0 and those of the end at 1."""
+    line = {f.name: (getattr(start, f.name), getattr(end, f.name)) for f in fields(_Counts)}
+    return _Counts(**{name: a + place * (b - a) for name, (a, b) in line.items()})
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
@@ -212,12 +230,14 @@ def _count(workload: Workload) -> _Counts:
         batch = _batch(workload, parked)
         everything = tensors_of(model)
         adapter = _bytes(parameters) + _bytes(state)
-        blocks = workload.family.blocks(model).values()
-        whole, slim = (blocks, ()) if workload.checkpointing is True else ((), blocks)
-        with LiveBytes([*everything, *state]) as live, memory.checkpointed(whole, slim):
+        assert not isinstance(workload.checkpointing, str), "the number of blocks that recompute is to be chosen first"
+        with LiveBytes([*everything, *state]) as live:
             if workload.preview:
                 _preview(workload, model, batch, parameters)
-            with adapters.active(model, "plan", train=True):
+            with (
+                adapters.active(model, "plan", train=True),
+                memory.recomputing(*family.by_place(model), workload.checkpointing),
+            ):
                 _step(workload, model, batch, parameters)
         weights = _bytes(everything) - _bytes(parameters)
         return _Counts(weights, block, trunk, adapter, live.peak)
@@ -296,7 +316,8 @@ def choose(workload: Workload, budget: Budget, modes: Mapping[str, str | None] |
     """The workload with every `auto` replaced by what fits the budget.
 
     The highest precision comes first for which at most half of the blocks wait on the CPU: their copies then hide
-    behind the computing of the others. Without checkpointing only where everything fits on the device as it is.
+    behind the computing of the others. Then as few blocks as can be wait there, and beside them as few as can be
+    recompute.
 
     Args:
         workload: with `auto` for whatever is to be chosen.
@@ -331,9 +352,17 @@ def _fit(workload: Workload, budget: Budget, most: int) -> Workload | None:
     for blocks in counts:
         tried = replace(workload, checkpointing=checkpointing, blocks_on_cpu=blocks)
         if _fits(tried, budget):
-            without = replace(tried, checkpointing=False)
-            return without if workload.checkpointing == AUTO and not blocks and _fits(without, budget) else tried
+            return _fewest_recomputed(tried, budget) if workload.checkpointing == AUTO else tried
     return None
+
+
+def _fewest_recomputed(workload: Workload, budget: Budget) -> Workload:
+    """A workload that fits with all its blocks recomputed, with as few as it takes."""
+    # The last one is slim for nothing (`memory.recomputing`), and the more of the others recompute, the less it takes.
+    numbers = range(workload.blocks)
+    place = bisect_left(numbers, True, key=lambda number: _fits(replace(workload, checkpointing=number), budget))
+    # Even with all of them the outputs that a number lets them keep may be too much.
+    return replace(workload, checkpointing=numbers[place] or False) if place < len(numbers) else workload
 
 
 def _fits(workload: Workload, budget: Budget) -> bool:
@@ -356,7 +385,7 @@ def _too_large(workload: Workload, budget: Budget, precisions: Sequence[str]) ->
         f"blocks on the CPU; {gib(budget.device)} and {gib(budget.host)} can be used: "
     )
     for what, other in _ways_out(workload):
-        if other != workload and _fitting(other, budget, precisions) is not None:
+        if _fitting(other, budget, precisions) is not None:
             return f"{message}{what} would fit"
     lacking = "the device" if prediction.device > budget.device else "main memory"
     return f"{message}no smaller picture would fit either, {lacking} is too small; close what else uses it"
@@ -397,9 +426,15 @@ def describe(workload: Workload) -> str:
     """One line on a workload in which nothing is left to `auto`."""
     prediction = predict(workload)
     return (
-        f"memory plan: {workload.precision}, {'with' if workload.checkpointing else 'without'} checkpointing, "
-        f"{workload.blocks_on_cpu} of "
+        f"memory plan: {workload.precision}, {_recomputed(workload)}, {workload.blocks_on_cpu} of "
         f"{workload.blocks} blocks on the CPU: {gib(prediction.device)} on the device (weights "
         f"{gib(prediction.weights)}, adapter {gib(prediction.adapter)}, activations {gib(prediction.activations)}), "
         f"{gib(prediction.host)} of main memory"
     )
+
+
+def _recomputed(workload: Workload) -> str:
+    if not workload.checkpointing:
+        return "without checkpointing"
+    how_many = "all" if workload.checkpointing is True else f"{workload.checkpointing} of {workload.blocks}"
+    return f"checkpointing in {how_many} blocks"

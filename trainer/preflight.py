@@ -50,6 +50,7 @@ class Checked:
         pictures: of the folder; empty where the dataset is a cache.
         samples: of the cache; empty where the dataset is a folder of pictures.
         memory: the memory plan in a sentence; empty where none was made.
+        compiled: whether the element-wise work is compiled, and if not why, in a sentence.
         unconditional: the file of the transformer for the previews' unconditional pass, if there is one.
     """
 
@@ -59,6 +60,7 @@ class Checked:
     pictures: list[CaptionedPicture]
     samples: list[Sample]
     memory: str
+    compiled: str
     unconditional: ModelFile | None
 
 
@@ -81,7 +83,8 @@ class _Subject:
         self.free, self.previews = memory, previews
         self.pictures: list[CaptionedPicture] = []
         self.samples: list[Sample] = []
-        self.memory = ""
+        self.memory = self.compiled = ""
+        self.compiles = False
 
 
 class _Check(NamedTuple):
@@ -116,8 +119,9 @@ def check(
     for _, error in _judge(subject):
         if error is not None:
             raise error
-    found = subject.pictures, subject.samples, subject.memory, subject.unconditional
-    return Checked(subject.resolved, subject.file, subject.device, *found)
+    train = replace(subject.resolved.train, compile=subject.compiles)
+    found = subject.pictures, subject.samples, subject.memory, subject.compiled, subject.unconditional
+    return Checked(replace(subject.resolved, train=train), subject.file, subject.device, *found)
 
 
 def verdicts(
@@ -263,6 +267,24 @@ def _optimizer(subject: _Subject) -> str:
     return optimizer
 
 
+def _compile(subject: _Subject) -> str:
+    asked, device = subject.settings.train.compile, subject.device
+    if asked is True and (fault := probes.compile_fault(device.place)):
+        raise SettingsError(fault)
+    if asked is True:
+        subject.compiles, reason = True, "as set"
+    elif asked is False:
+        reason = "as set"
+    elif device.kind == "cpu":
+        reason = "on a CPU compiling takes minutes; set [train] compile = true for a long run"
+    elif fault := probes.compile_fault(device.place):
+        reason = fault
+    else:
+        subject.compiles, reason = True, f"it works on {device.place}"
+    subject.compiled = f"element-wise work is {'' if subject.compiles else 'not '}compiled: {reason}"
+    return subject.compiled
+
+
 # --- the base --------------------------------------------------------------------------------------------------------
 
 
@@ -393,6 +415,9 @@ def _memory(subject: _Subject) -> str:
     blocks, most = settings.model.blocks_on_cpu, family.block_count(config)
     if blocks != AUTO and int(blocks) > most:
         raise SettingsError(f"blocks_on_cpu is {blocks}; {subject.file.path.name} has {most} blocks")
+    how_many = settings.train.checkpointing
+    if how_many is not True and how_many != AUTO and int(how_many) > most:
+        raise SettingsError(f"checkpointing is {how_many}; {subject.file.path.name} has {most} blocks")
     if subject.resume and settings.model.precision == AUTO:
         # Another precision would be another run: the one that was chosen then holds.
         precision = state.saved_precision(Path(settings.output).resolve() / "state")
@@ -490,6 +515,7 @@ CHECKS = (
     _Check("dataset", _dataset, ("dataset settings", "model file")),
     _Check("precision", _precision, ("device", "model file")),
     _Check("optimizer", _optimizer, ("device",)),
+    _Check("compile", _compile, ("device",)),
     _Check("conditioning width", _conditioning_width, ("dataset settings", "model file")),
     _Check(
         "disk space",

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ..lora_convert import atomic_file
-from . import optimizers
+from . import compiling, optimizers
 from .errors import first_line
+from .families.family import swiglu
 from .quantization import NF4, format_of
 
 # Of the whole tensor, |found - wanted| / |wanted|. nf4, the coarsest, is at about 0.1 on evenly spread values; a stub
@@ -67,6 +69,30 @@ def optimizer_fault(optimizer: str, device: torch.device | str) -> str | None:
         )
     if not moved:
         return f'{optimizer} steps without effect on {device}; set [train] optimizer = "adamw"'
+    return None
+
+
+def compile_fault(device: torch.device | str) -> str | None:
+    """Compiles a tiny function and its gradient: on a CPU that takes a C++ compiler, on a card Triton.
+
+    Either may be missing, on Windows usually.
+    """
+    needs = "Triton" if torch.device(device).type == "cuda" else "a C++ compiler"
+    mend = "install what is missing, or set [train] compile = false"
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), compiling.compiled() as compiler:
+            gate, up = (torch.linspace(low, 2, 64, device=device).view(1, 4, 16).requires_grad_() for low in (-2, 1))
+            # Recomputed, so that it also runs in the thread that a card's backward pass has.
+            found = checkpoint(swiglu, gate, up, use_reentrant=False)
+            wanted = torch.nn.functional.silu(gate) * up
+            gradients = [torch.autograd.grad(made.sum(), (gate, up)) for made in (found, wanted)]
+            error = max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True))
+    except Exception as fault:  # the compiler's errors have no common kind
+        return (
+            f"compile needs {needs} that works with torch {torch.__version__} on {device} ({first_line(fault)}); {mend}"
+        )
+    if not compiler.made or not error <= 1e-5:
+        return f"what torch {torch.__version__} compiles on {device} is wrong; set [train] compile = false"
     return None
 
 

@@ -151,8 +151,9 @@ def _prepare(settings: RunSettings, encoders: Encoders | None, watcher: Watcher,
     """The run, ready to train. What only it needed is free afterwards, such as conditioning that a trunk has read."""
     checked = check(settings, encoders, resume)
     file, settings, say = checked.file, checked.settings, watcher.say
-    if checked.memory:
-        say(checked.memory)
+    for sentence in (checked.memory, checked.compiled):
+        if sentence:
+            say(sentence)
     training, held_out, marks, saved = _data(checked, read_dataset(settings, checked, encoders, say), resume)
     model, place = settings.model, checked.device.place
     how = (model.precision, model.compute_dtype, place)

@@ -130,7 +130,9 @@ class TrainSettings:
         weight_decay: of the optimiser, decoupled.
         max_grad_norm: gradients are scaled down to this norm; 0 leaves them.
         timesteps: distribution of the noise level.
-        checkpointing: recompute activations block by block; `auto` for only where they would not fit.
+        checkpointing: recompute activations block by block: true in all of them, which takes the least memory; false
+            in none; a number in so many; `auto` in as few as it takes to fit.
+        compile: compile the blocks' element-wise work; `auto` on a card where that works.
         ema: decay of the moving average that is saved and previewed in the weights' place; 0 for none.
         save_every: steps between saves of LoRA and state; 0 for the end alone.
         keep: so many of those LoRAs stay, the newest.
@@ -149,7 +151,8 @@ class TrainSettings:
     weight_decay: float = 1e-4
     max_grad_norm: float = 1.0
     timesteps: str = "family"
-    checkpointing: bool | str = AUTO
+    checkpointing: bool | int | str = AUTO
+    compile: bool | str = AUTO
     ema: float = 0.0
     save_every: int = 250
     keep: int = 3
@@ -172,7 +175,14 @@ class TrainSettings:
         if not 0 <= self.ema < 1:
             raise SettingsError(f"ema is {self.ema}; wanted a decay from 0 (none) up to, but not, 1, such as 0.99")
         if isinstance(self.checkpointing, str):
-            one_of("checkpointing", self.checkpointing, (AUTO,))
+            if self.checkpointing != AUTO:
+                raise SettingsError(
+                    f"checkpointing is {self.checkpointing!r}; wanted true, false, {AUTO!r} or a number of blocks"
+                )
+        else:
+            _at_least("checkpointing", self.checkpointing, 0)
+        if isinstance(self.compile, str):
+            one_of("compile", self.compile, (AUTO,))
         one_of("optimizer", self.optimizer, OPTIMIZERS)
         one_of("schedule", self.schedule, SCHEDULES)
         one_of("timesteps", self.timesteps, DISTRIBUTIONS)

@@ -33,6 +33,8 @@ def fingerprint(settings: RunSettings, base: Sequence[Path], samples: Sequence[S
     train = {key: value for key, value in asdict(settings.train).items() if key not in FREE}
     if settings.train.schedule == "constant":
         train.pop("steps")  # a constant rate does not know where it ends: a run may be made longer
+    if train["compile"] is not True:
+        train.pop("compile")  # a mark of its own where the last digits differ
     return {
         "base": " ".join(file_digest(file) for file in base),
         "precision": settings.model.precision,

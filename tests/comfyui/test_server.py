@@ -52,7 +52,7 @@ class Parts:
             "steps": 6, "learning_rate": 0.01, "batch_size": 2, "save_every": 0, "seed": 0, "accumulation": 1,
             "optimizer": "adamw", "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": 1.0,
             "timesteps": "family", "checkpointing": "auto", "ema": 0.0, "keep": 3, "held_out_every": 0,
-            "save_dtype": "fp32", **(train or {}),
+            "save_dtype": "fp32", "compile": "off", **(train or {}),
         }  # fmt: skip
         self.lora, self.settings = add("GraftLoraSettings", **adapter), add("GraftTrainSettings", **training)
         wanted = {

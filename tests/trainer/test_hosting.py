@@ -40,7 +40,7 @@ def checked(hosted, precision="int8", blocks=0):
     from graft_lora.trainer.settings import RunSettings
 
     model = replace(hosted.settings, precision=precision, blocks_on_cpu=blocks)
-    return Checked(RunSettings(model=model), hosted.file, devices.read_device("cpu"), [], [], "", None)
+    return Checked(RunSettings(model=model), hosted.file, devices.read_device("cpu"), [], [], "", "", None)
 
 
 def add_adapter(hosted, name, seed=0):

@@ -21,6 +21,7 @@ from graft_lora.trainer.loop import TrainSession
 from graft_lora.trainer.samples import Sample
 from graft_lora.trainer.settings import TrainSettings
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # One worker compiles torchao's step, and the others do not compile the same again.
 COMPILED = pytest.mark.xdist_group("compiled")
@@ -403,7 +404,8 @@ def test_an_open_session_checkpoints_pins_and_trains_even_where_gradients_are_of
     graft = session(tmp_path, "krea2", checkpointing=checkpointing)
     blocks = graft.base.family.blocks(graft.base.model).values()
     with torch.no_grad(), graft:
-        assert all(("forward" in block.__dict__) == checkpointing for block in blocks)
+        # Whether a block recomputes everything, or is slim: what it keeps.
+        assert all(block.forward.args[2] is not checkpointing for block in blocks)
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert torch.is_grad_enabled()
         graft.step()
@@ -431,8 +433,7 @@ def test_gradients_of_a_step_that_failed_are_not_added_to(tmp_path, monkeypatch)
     epoch = graft.stream.state_dict()
     with graft:
         for attempt in ("clean", "after a failure"):
-            graft.stream.load_state_dict(epoch)
-            graft.generator.manual_seed(1)
+            graft._return_to((torch.Generator().manual_seed(1).get_state(), epoch))
             if attempt == "after a failure":
                 monkeypatch.setattr(graft, "_loss", fails_once)
                 with pytest.raises(torch.OutOfMemoryError):
@@ -443,6 +444,47 @@ def test_gradients_of_a_step_that_failed_are_not_added_to(tmp_path, monkeypatch)
             norms.append(graft.step().grad_norm)
     assert norms[0] == norms[1]
     assert all(p.grad is None for p in graft.parameters)
+
+
+def test_a_step_waits_for_the_device_once(tmp_path, family_name, monkeypatch):
+    """Each `.item()` of a tensor on a GPU, and each question whether one is finite, waits until all work is done."""
+    waits = []
+
+    class Waits(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+                waits.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    original = torch.Tensor.tolist
+
+    def tolist(tensor):
+        if tensor.dtype.is_floating_point:
+            waits.append(tuple(tensor.shape))
+        return original(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", tolist)
+    with session(tmp_path, family_name, accumulation=2) as graft, Waits():
+        for _ in range(3):
+            waits.clear()
+            graft.step()
+            # Two losses and the gradient's norm.
+            assert waits == [(3,)]
+
+
+def test_what_is_drawn_ahead_belongs_to_the_next_step(tmp_path):
+    """The state between two steps is that before its draws; the last step draws nothing ahead."""
+    states = []
+    for ahead in (True, False):
+        with session(tmp_path, "krea2", adapter="ahead" if ahead else "plain", drop=0.5) as graft:
+            for step in range(4):
+                graft.step()
+                assert (graft._ahead is not None) == (step < 3)
+                if not ahead:
+                    graft._return_to(graft._place())
+                state = graft.state_dict()
+                states.append((step, state["generator"].tolist(), state["stream"]))
+    assert states[:4] == states[4:]
 
 
 @pytest.mark.parametrize(

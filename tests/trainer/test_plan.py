@@ -89,6 +89,8 @@ def counted(name, folder, work):
 CASES = {
     "checkpointing": {},
     "without": {"checkpointing": False},
+    "in one block": {"checkpointing": 1},
+    "in two blocks of four": {"checkpointing": 2, "precision": "int8", "blocks_on_cpu": 2},
     "nf4": {"precision": "nf4"},
     "fp32": {"precision": "fp32", "compute_dtype": "fp32"},
     "batch of 2": {"batch_size": 2, "preview": False},
@@ -110,10 +112,24 @@ def test_the_prediction_is_within_10_percent_of_a_real_run(family_name, tmp_path
     assert abs(found - wanted) < 0.1 * wanted, f"predicted {found / 2**20:.2f} MiB, counted {wanted / 2**20:.2f} MiB"
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True, 3])
 def test_two_counts_with_few_blocks_give_that_of_all(family_name, checkpointing):
     work = workload(family_name, blocks=6, checkpointing=checkpointing, precision="int8")
     assert predict(work).device == int(plan._count(work).peak)
+
+
+def test_one_recomputing_block_is_not_taken_for_true(family_name):
+    """True equals 1, in a cache too."""
+    work = [workload(family_name, blocks=6, checkpointing=how_many, precision="int8") for how_many in (True, 1, True)]
+    peaks = [predict(one).device for one in work]
+    assert peaks[1] > peaks[0] == peaks[2]
+
+
+def test_each_block_that_recomputes_takes_less_and_the_last_one_changes_nothing():
+    peaks = [predict(workload("krea2", blocks=6, checkpointing=number)).device for number in range(7)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(set(peaks[:6])) == 6
+    assert peaks[6] == pytest.approx(peaks[5], rel=1e-3)
 
 
 @pytest.mark.parametrize("number", ["4", "[04]"])
@@ -189,6 +205,21 @@ def test_a_fast_card_needs_no_checkpointing_and_no_cpu():
     work = workload("krea2", precision=AUTO, checkpointing=AUTO, blocks_on_cpu=AUTO)
     chosen = choose(work, Budget(80 * GIB, 80 * GIB))
     assert (chosen.precision, chosen.checkpointing, chosen.blocks_on_cpu) == ("bf16", False, 0)
+
+
+def test_auto_recomputes_the_fewest_blocks_that_fit(family_name):
+    for on_cpu in (2, 0):
+        work = workload(family_name, blocks=6, precision="int8", checkpointing=AUTO, blocks_on_cpu=on_cpu)
+        numbers = (False, 1, 2, 3, 4, 5)
+        takes = {number: predict(dataclasses.replace(work, checkpointing=number)).device for number in numbers}
+        for number, bytes in takes.items():
+            chosen = choose(work, Budget(bytes, 80 * GIB)).checkpointing
+            assert chosen == number
+            assert (chosen is False) == (number == 0)
+    least = predict(dataclasses.replace(work, checkpointing=True)).device
+    if family_name == "ideogram4":  # where a number lets a block keep an output, all of them take less still
+        assert least < takes[5]
+        assert choose(work, Budget(least, 80 * GIB)).checkpointing is True
 
 
 @full

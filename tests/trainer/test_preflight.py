@@ -316,6 +316,13 @@ def test_auto_is_resolved_for_a_card_and_kept_by_a_resume(tmp_path, monkeypatch,
         check(asked, encoders(KREA2), resume=True)
 
 
+def test_more_checkpointed_blocks_than_there_are_are_refused(settings):
+    with pytest.raises(SettingsError, match=r"checkpointing is 4; krea2-demo-base\.safetensors has 3 blocks"):
+        check(changed(settings, "train", checkpointing=4), encoders(KREA2))
+    assert check(changed(settings, "train", checkpointing=3), encoders(KREA2)).settings.train.checkpointing == 3
+    assert check(changed(settings, "train", checkpointing=True), encoders(KREA2)).settings.train.checkpointing is True
+
+
 def test_a_card_without_room_is_refused_with_what_would_fit(monkeypatch, settings):
     cards.insert(monkeypatch, cards.RTX_3090, total=int(0.56 * 2**30), free=2**29)
     monkeypatch.setattr(probes, "precision_fault", lambda precision, device: None)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torchao.quantization
-from graft_lora.trainer.probes import folder_fault, optimizer_fault, precision_fault
+from graft_lora.trainer.probes import compile_fault, folder_fault, optimizer_fault, precision_fault
 from graft_lora.trainer.quantization import NF4, Float8, Int8
 
 QUANTISED = {"fp8": Float8, "int8": Int8, "nf4": NF4}
@@ -81,6 +81,22 @@ def test_adamw8bit_without_a_compiler_is_one_clear_line(tmp_path):
     )
     assert "No working C++ compiler found" in line
     assert line.endswith('); install what is missing, or set [train] optimizer = "adamw"')
+
+
+@pytest.mark.xdist_group("compiled")
+def test_compiling_works_where_there_is_a_compiler():
+    with torch.inference_mode():
+        assert compile_fault("cpu") is None
+
+
+def test_compiling_without_a_compiler_is_one_clear_line(tmp_path):
+    code = "from graft_lora.trainer.probes import compile_fault as f; print(f('cpu'))"
+    environment = {**os.environ, "CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    (line,) = done.stdout.splitlines()
+    assert line.startswith(f"compile needs a C++ compiler that works with torch {torch.__version__} on cpu (")
+    assert "No working C++ compiler found" in line
+    assert line.endswith("install what is missing, or set [train] compile = false")
 
 
 def test_adamw8bit_without_torchao_is_one_clear_line(monkeypatch):

@@ -28,6 +28,7 @@ from graft_lora.trainer.settings import (
     PreviewSettings,
     RunSettings,
     TrainSettings,
+    resume_settings,
 )
 from graft_lora.trainer.watcher import STOP, Terminal
 from PIL import Image
@@ -227,15 +228,16 @@ def test_another_base_of_the_same_size_is_refused(tmp_path, pictures, given):
         start(settings_of(tmp_path, model=model), resume=True)
 
 
-def test_what_costs_memory_or_time_alone_may_change(tmp_path, pictures, monkeypatch):
+@pytest.mark.parametrize("how", [True, 1])
+def test_what_costs_memory_or_time_alone_may_change(tmp_path, pictures, monkeypatch, how):
     whole, _ = start(settings_of(tmp_path, output=str(tmp_path / "whole")))
     with monkeypatch.context() as patch:
         interrupted_after(patch, 2)
         start(settings_of(tmp_path))
-    changed = settings_of(tmp_path, train_checkpointing=True, train_save_every=0, train_keep=9)
+    changed = settings_of(tmp_path, train_checkpointing=how, train_save_every=0, train_keep=9)
     result, _ = start(changed, resume=True)
     assert_same_lora(whole.folder, result.folder)
-    assert json.loads((result.folder / "config.json").read_text())["train"]["checkpointing"] is True
+    assert resume_settings(result.folder).train.checkpointing is how
 
 
 @pytest.mark.parametrize("fails", [1, 2, 3])

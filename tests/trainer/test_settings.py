@@ -63,6 +63,12 @@ def test_values_arrive(tmp_path):
         ('[model]\nprecision = "int3"', "precision 'int3' is not known; choose one of auto, fp32, bf16"),
         ('[model]\ncompute_dtype = "fp16"', "compute_dtype 'fp16' is not known; choose one of bf16, fp32"),
         ('[model]\nfamily = "flux"', "family 'flux' is not known; choose one of krea2, ideogram4"),
+        (
+            '[train]\ncheckpointing = "some"',
+            "checkpointing is 'some'; wanted true, false, 'auto' or a number of blocks",
+        ),
+        ("[train]\ncheckpointing = -1", "checkpointing is -1; wanted at least 0"),
+        ("[train]\ncheckpointing = 1.0", "train.checkpointing is 1.0; wanted bool or int or str"),
         ('[train]\ntimesteps = "sigmoid"', "timesteps 'sigmoid' is not known"),
         ('[train]\nsave_dtype = "int8"', "save_dtype 'int8' is not known"),
         ('[preview]\nprompts = "a"', "preview.prompts is 'a'; wanted a list"),
@@ -74,6 +80,13 @@ def test_values_arrive(tmp_path):
 def test_faults_are_named(tmp_path, text, message):
     with pytest.raises(SettingsError, match=message):
         read_settings(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(("text", "wanted"), [("true", True), ("1", 1), ("false", False), ("0", 0), ('"auto"', "auto")])
+def test_a_number_of_checkpointed_blocks_is_no_bool(tmp_path, text, wanted):
+    """In Python True equals 1; in all blocks and in one block is not the same."""
+    found = read_settings(written(tmp_path, f"[train]\ncheckpointing = {text}")).train.checkpointing
+    assert (type(found), found) == (type(wanted), wanted)
 
 
 def test_no_such_file(tmp_path):

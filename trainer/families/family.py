@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...lora_convert.tables import Table
+from ..pointwise import pointwise
 
 ROPE_SHAPES = 16  # a few MB each: more than the buckets of most datasets
 
@@ -179,7 +181,15 @@ class Family(ABC):
 
     def main_blocks(self, model: nn.Module) -> list[nn.Module]:
         """The transformer's blocks in the order in which they run, without those of a text trunk."""
-        return [block for name, block in self.blocks(model).items() if self.block_of(name) is not None]
+        return self.by_place(model)[0]
+
+    def by_place(self, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The blocks worth recomputing: `main_blocks`, and those of a text trunk."""
+        main: list[nn.Module] = []
+        trunk: list[nn.Module] = []
+        for name, block in self.blocks(model).items():
+            (trunk if self.block_of(name) is None else main).append(block)
+        return main, trunk
 
     def official_name(self, name: str) -> tuple[str, int | None]:
         """Official name of a parameter that may bear diffusers' name, and which member of a fused one it is, if any.
@@ -208,6 +218,12 @@ class Family(ABC):
 def sinusoid(angles: Tensor, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> Tensor:
     """Two halves of a sinusoidal embedding side by side: (B, n) angles → (B, 2n)."""
     return torch.cat([first(angles), second(angles)], dim=-1)
+
+
+@pointwise
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up."""
+    return F.silu(gate) * up
 
 
 def expit_of_normal(u: Tensor, mean: float, std: float) -> Tensor:

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from ...lora_convert.tables import IDEOGRAM4
 from ..attention import attention
-from .family import Family, Preview, Transformer, expit_of_normal, sinusoid
+from ..pointwise import pointwise
+from .family import Family, Preview, Transformer, expit_of_normal, sinusoid, swiglu
 
 # --- facts -----------------------------------------------------------------------------------------------------------
 
@@ -60,6 +61,32 @@ class Ideogram4Config:
 # --- the transformer, written for training ---------------------------------------------------------------------------
 
 
+def _normed(x: Tensor, weight: Tensor, eps: float, scale: Tensor | None = None) -> Tensor:
+    normed = F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps)
+    return (normed if scale is None else scale * normed).to(x.dtype)
+
+
+def _rotated(x_BLHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x_BLHK.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BLHK.dtype)
+
+
+normed = pointwise(_normed)
+
+
+@pointwise
+def normed_and_rotated(x_BLHK: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """A norm, then the first half of each head rotated against the second in fp32 by tables (1, L, 1, K/2), in the
+    input's dtype."""
+    return _rotated(_normed(x_BLHK, weight, eps), cos, sin)
+
+
+@pointwise
+def added(x: Tensor, change: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
+    """x + gate · norm(change)."""
+    return x + _normed(change, weight, eps, gate)
+
+
 class RMSNorm(nn.Module):
     """Ordinary RMSNorm, computed in fp32, returned in the input's dtype."""
 
@@ -70,8 +97,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
         """`norm(x)`, or `scale · norm(x)`, rounded once at the end."""
-        normed = F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps)
-        return (normed if scale is None else scale * normed).to(x.dtype)
+        return normed(x, self.weight, self.eps, *(() if scale is None else (scale,)))
 
 
 class Attention(nn.Module):
@@ -87,7 +113,9 @@ class Attention(nn.Module):
 
     def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], key_mask_BL: Tensor | None) -> Tensor:
         q_BLHK, k_BLHK, v_BLHK = self.qkv(x_BLD).unflatten(-1, (3, -1, self.head_width)).unbind(-3)
-        q_BLHK, k_BLHK = rotate(self.norm_q(q_BLHK), rope), rotate(self.norm_k(k_BLHK), rope)
+        tables = [table[None, :, None, :] for table in rope]
+        q_BLHK = normed_and_rotated(q_BLHK, self.norm_q.weight, self.norm_q.eps, *tables)
+        k_BLHK = normed_and_rotated(k_BLHK, self.norm_k.weight, self.norm_k.eps, *tables)
         return self.o(attention(q_BLHK, k_BLHK, v_BLHK, key_mask_BL))
 
 
@@ -101,11 +129,13 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return self.w2(swiglu(self.w1(x), self.w3(x)))
 
 
 class Layer(nn.Module):
     """One single-stream block over [text, image], with a norm before and after each half and tanh gates."""
+
+    worth_keeping = "feed_forward.w2"
 
     def __init__(self, config: Ideogram4Config) -> None:
         super().__init__()
@@ -122,9 +152,12 @@ class Layer(nn.Module):
     ) -> Tensor:
         scale1, gate1, scale2, gate2 = self.adaln_modulation(time_B1R).float().chunk(4, dim=-1)
         attended = self.attention(self.attention_norm1(x_BLD, 1.0 + scale1), rope, key_mask_BL)
-        x_BLD = x_BLD + self.attention_norm2(attended, torch.tanh(gate1))
+        x_BLD = self._added(x_BLD, attended, self.attention_norm2, gate1)
         fed = self.feed_forward(self.ffn_norm1(x_BLD, 1.0 + scale2))
-        return x_BLD + self.ffn_norm2(fed, torch.tanh(gate2))
+        return self._added(x_BLD, fed, self.ffn_norm2, gate2)
+
+    def _added(self, x_BLD: Tensor, change: Tensor, norm: RMSNorm, gate: Tensor) -> Tensor:
+        return added(x_BLD, change, norm.weight, norm.eps, torch.tanh(gate))
 
 
 class TimeEmbedding(nn.Module):
@@ -238,13 +271,6 @@ def rope_tables(head_width: int, texts: int, rows: int, columns: int) -> tuple[T
         chosen = slice(axis, 3 * ROPE_SECTIONS[axis], 3)
         angles_LF[:, chosen] = angles_3LF[axis][:, chosen]
     return angles_LF.cos(), angles_LF.sin()
-
-
-def rotate(x_BLHK: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates the first half of each head against the second in fp32 and returns the input's dtype."""
-    cos, sin = (table[None, :, None, :] for table in rope)
-    first, second = x_BLHK.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BLHK.dtype)
 
 
 # --- the family ------------------------------------------------------------------------------------------------------

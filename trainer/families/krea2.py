@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ...lora_convert.tables import KREA2
 from ..attention import attention
-from .family import Family, Preview, Transformer, resolution_mu, shift, sinusoid
+from ..pointwise import pointwise
+from .family import Family, Preview, Transformer, resolution_mu, shift, sinusoid, swiglu
 
 # --- facts -----------------------------------------------------------------------------------------------------------
 
@@ -60,6 +61,39 @@ class Krea2Config:
 # --- the transformer, written for training ---------------------------------------------------------------------------
 
 
+def _normed(x: Tensor, weight: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+    normed = F.rms_norm(x.float(), (x.shape[-1],), 1.0 + weight.float(), NORM_EPS)
+    if scale is not None and shift is not None:
+        normed = (1.0 + scale) * normed + shift
+    return normed.to(x.dtype)
+
+
+def _rotated(x_BLHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    even, odd = x_BLHK.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x_BLHK.dtype)
+
+
+normed = pointwise(_normed)
+
+
+@pointwise
+def normed_and_rotated(x_BLHK: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """A norm, then neighbouring pairs of each head rotated in fp32 by tables (1, L, 1, K/2), in the input's dtype."""
+    return _rotated(_normed(x_BLHK, weight), cos, sin)
+
+
+@pointwise
+def gated(x: Tensor, gate: Tensor) -> Tensor:
+    """sigmoid(gate) · x."""
+    return x * torch.sigmoid(gate)
+
+
+@pointwise
+def added(x: Tensor, gate: Tensor, change: Tensor) -> Tensor:
+    """x + gate · change, for an fp32 gate."""
+    return x + gate.to(x.dtype) * change
+
+
 class RMSNorm(nn.Module):
     """RMSNorm with a zero-centred weight (multiplier 1 + scale), computed in fp32, returned in the input's dtype."""
 
@@ -69,11 +103,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, modulation: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """`norm(x)`, or `(1 + scale) · norm(x) + shift` for a modulation (scale, shift), rounded once at the end."""
-        normed = F.rms_norm(x.float(), (x.shape[-1],), 1.0 + self.scale.float(), NORM_EPS)
-        if modulation is not None:
-            scale, shift = modulation
-            normed = (1.0 + scale) * normed + shift
-        return normed.to(x.dtype)
+        return normed(x, self.scale, *(modulation or ()))
 
 
 class QKNorm(nn.Module):
@@ -99,13 +129,17 @@ class Attention(nn.Module):
     def forward(
         self, x_BLD: Tensor, rope: tuple[Tensor, Tensor] | None = None, key_mask_BL: Tensor | None = None
     ) -> Tensor:
-        q_BLHK = self.qknorm.qnorm(self.wq(x_BLD).unflatten(-1, (-1, self.head_width)))
-        k_BLGK = self.qknorm.knorm(self.wk(x_BLD).unflatten(-1, (-1, self.head_width)))
-        v_BLGK = self.wv(x_BLD).unflatten(-1, (-1, self.head_width))
-        if rope is not None:
-            q_BLHK, k_BLGK = rotate(q_BLHK, rope), rotate(k_BLGK, rope)
+        q_BLHK, k_BLGK, v_BLGK = (
+            linear(x_BLD).unflatten(-1, (-1, self.head_width)) for linear in (self.wq, self.wk, self.wv)
+        )
+        if rope is None:
+            q_BLHK, k_BLGK = self.qknorm.qnorm(q_BLHK), self.qknorm.knorm(k_BLGK)
+        else:
+            tables = [table[None, :, None, :] for table in rope]
+            q_BLHK = normed_and_rotated(q_BLHK, self.qknorm.qnorm.scale, *tables)
+            k_BLGK = normed_and_rotated(k_BLGK, self.qknorm.knorm.scale, *tables)
         out_BLD = attention(q_BLHK, k_BLGK, v_BLGK, key_mask_BL)
-        return self.wo(out_BLD * torch.sigmoid(self.gate(x_BLD)))
+        return self.wo(gated(out_BLD, self.gate(x_BLD)))
 
 
 class SwiGLU(nn.Module):
@@ -116,7 +150,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(swiglu(self.gate(x), self.up(x)))
 
 
 class TextFusionBlock(nn.Module):
@@ -196,9 +230,9 @@ class Block(nn.Module):
     ) -> Tensor:
         prescale, preshift, pregate, postscale, postshift, postgate = self.mod(shared_B1_6D)
         attended = self.attn(self.prenorm(x_BLD, (prescale, preshift)), rope, key_mask_BL)
-        x_BLD = x_BLD + pregate.to(x_BLD.dtype) * attended
+        x_BLD = added(x_BLD, pregate, attended)
         fed = self.mlp(self.postnorm(x_BLD, (postscale, postshift)))
-        return x_BLD + postgate.to(x_BLD.dtype) * fed
+        return added(x_BLD, postgate, fed)
 
 
 class LastLayer(nn.Module):
@@ -307,13 +341,6 @@ def rope_tables(axes: tuple[int, int, int], texts: int, rows: int, columns: int)
         angles.append(position[:, axis : axis + 1] / ROPE_THETA**exponent)
     angles_LK2 = torch.cat(angles, dim=1)
     return angles_LK2.cos().float(), angles_LK2.sin().float()
-
-
-def rotate(x_BLHK: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates neighbouring pairs of each head in fp32 and returns the input's dtype."""
-    cos, sin = (table[None, :, None, :] for table in rope)
-    even, odd = x_BLHK.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x_BLHK.dtype)
 
 
 # --- the family ------------------------------------------------------------------------------------------------------
