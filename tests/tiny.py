@@ -27,11 +27,12 @@ WIDTHS = {"krea2": 120, "ideogram4": 96}
 LATENTS = {"krea2": (16, 6, 10), "ideogram4": (128, 3, 5)}
 
 
-def build(name: str, seed: int = 0) -> Transformer:
-    """A model whose every parameter is random, norms and tables too, so that none can be left out unnoticed."""
+def build(name: str, seed: int = 0, config: Any = None) -> Transformer:
+    """A model, by default the tiny one, whose every parameter is random, norms and tables too, so that none can be left
+    out unnoticed."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = FAMILIES[name].build(CONFIGS[name])
+        model = FAMILIES[name].build(config or CONFIGS[name])
         for parameter_name, parameter in model.named_parameters():
             std = 1 / parameter.shape[1] ** 0.5 if parameter.ndim == 2 else 0.2
             nn.init.normal_(parameter, std=std)
