@@ -60,7 +60,7 @@ STEPS = 3  # timed, after one that is not
 # Kernels on CUDA add gradients in an order that varies, in fp32 before they round to bf16: its spacing is 0.004.
 SAME = {"cuda": 1e-2, "cpu": 0.0}
 # What the allocator rounds up, and kernels' workspaces, which the plan does not count.
-OVER_PLAN, OVER_PLAN_BYTES = 1.02, GIB // 4
+OVER_PLAN, OVER_PLAN_BYTES = 1.02, {"cuda": GIB // 4, "cpu": 0}
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,9 @@ class Setup:
     @property
     def compute(self) -> str:
         return "fp32" if self.small else "bf16"
+
+    def memory(self, bytes: float) -> str:
+        return f"{bytes / 2**20:.2f} MiB" if self.small else f"{bytes / GIB:.2f} GiB"
 
     @property
     def sides(self) -> tuple[int, ...]:
@@ -278,10 +281,11 @@ def measured(base: Base, work: Workload, device: torch.device) -> Measured:
     train = TrainSettings(checkpointing=bool(work.checkpointing))
     session = TrainSession(base, [random_sample(work)], work.lora, train, "gpu")
     try:
-        with peak_memory(device, tensors_of(base.model)) as peak, session:
-            with flop_counter() as counter:
-                session.step()
-            # The optimiser's state is there from now on, so the first step alone would be too little.
+        with session, flop_counter() as counter:
+            session.step()
+        # The optimiser's state is there from now on.
+        state = [value for entry in session.optimizer.state.values() for value in entry.values()]
+        with session, peak_memory(device, [*tensors_of(base.model), *state]) as peak:
             session.step()
             most = peak()
         with session:
@@ -315,16 +319,16 @@ def cases(setup: Setup, families: Sequence[str], precisions: Sequence[str], peak
                 start = f"| {family.title} | {precision} | {side}² | {'on' if on else 'off'} |"
                 why = "does not fit" if planned > room else "no time left" if time.monotonic() > deadline else ""
                 if why:
-                    yield f"{start} {why} | | | | {planned / GIB:.2f} GiB | |", True
+                    yield f"{start} {why} | | | | {setup.memory(planned)} | |", True
                     continue
                 base = base or random_base(work, setup.device)
                 found = measured(base, work, setup.device)
-                well = found.peak <= OVER_PLAN * planned + OVER_PLAN_BYTES
+                well = found.peak <= OVER_PLAN * planned + OVER_PLAN_BYTES[setup.device.type]
                 beside = PUBLISHED.get((name, precision, side), "")
                 share = found.flops / found.seconds / peak
                 yield (
-                    f"{start} {found.seconds:.3f} | {found.flops / 1e12:.1f} | {share:.0%} | {found.peak / GIB:.2f} GiB"
-                    f"{'' if well else ' ✗'} | {planned / GIB:.2f} GiB | {beside} |",
+                    f"{start} {found.seconds:.3f} | {found.flops / 1e12:.1f} | {share:.0%} | {setup.memory(found.peak)}"
+                    f"{'' if well else ' ✗'} | {setup.memory(planned)} | {beside} |",
                     well,
                 )
             del base
