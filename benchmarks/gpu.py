@@ -37,7 +37,7 @@ from graft_lora.trainer.plan import GIB, Workload
 from graft_lora.trainer.quantization import FrozenLinear
 from graft_lora.trainer.samples import Sample
 from graft_lora.trainer.settings import TrainSettings
-from measure import flop_counter
+from measure import Flops
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
@@ -281,7 +281,7 @@ def measured(base: Base, work: Workload, device: torch.device) -> Measured:
     train = TrainSettings(checkpointing=bool(work.checkpointing))
     session = TrainSession(base, [random_sample(work)], work.lora, train, "gpu")
     try:
-        with session, flop_counter() as counter:
+        with session, Flops() as flops:
             session.step()
         # The optimiser's state is there from now on.
         state = [value for entry in session.optimizer.state.values() for value in entry.values()]
@@ -292,7 +292,7 @@ def measured(base: Base, work: Workload, device: torch.device) -> Measured:
             taken = [seconds(session.step, device) for _ in range(STEPS)]
     finally:
         adapters.remove(base.model, "gpu")
-    return Measured(statistics.median(taken), counter.get_total_flops(), most)
+    return Measured(statistics.median(taken), flops.total, most)
 
 
 def usable(device: torch.device) -> int:

@@ -8,7 +8,9 @@ Runs from a clone, since it takes the twins in diffusers from `tests/`. Exits wi
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
+import functools
 import math
 import os
 import statistics
@@ -28,7 +30,7 @@ import tiny
 import torch
 from graft_lora.trainer import adapters, attention, memory
 from graft_lora.trainer.base_model import Base, choose_format, compute_dtype_of
-from graft_lora.trainer.families import FAMILIES
+from graft_lora.trainer.families import FAMILIES, Transformer
 from graft_lora.trainer.live_bytes import tensors_of
 from graft_lora.trainer.loop import TrainSession
 from graft_lora.trainer.lora_settings import LoraSettings
@@ -197,13 +199,19 @@ class Pair:
         return velocity_loss(found, data, noise).mean()
 
 
-def make_pair(name: str, precision: str, compute: str, tokens: int) -> Pair:
-    family, dtype, generator = FAMILIES[name], compute_dtype_of(compute), torch.Generator().manual_seed(1)
+@functools.cache
+def originals(name: str) -> tuple[Transformer, nn.Module]:
+    """Graft's transformer and diffusers', in fp32, of the same random weights."""
     model = tiny.build(name, config=SIZES[name]).requires_grad_(False)
     for parameter in model.parameters():
         # As in a model file: what is never quantised then is the same on both sides.
         parameter.copy_(parameter.bfloat16())
-    twin = tiny.diffusers_twin(name, model, SIZES[name])
+    return model, tiny.diffusers_twin(name, model, SIZES[name])
+
+
+def make_pair(name: str, precision: str, compute: str, tokens: int) -> Pair:
+    family, dtype, generator = FAMILIES[name], compute_dtype_of(compute), torch.Generator().manual_seed(1)
+    model, twin = copy.deepcopy(originals(name))
     for parameter in twin.parameters():
         parameter.data = parameter.data.to(dtype)
     weights = peer.prepare(name, twin, precision, LORA, dtype)
