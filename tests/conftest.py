@@ -1,4 +1,4 @@
-"""Shared fixtures. `tiny` is imported by path, since the tests are no package."""
+"""Shared fixtures. `tiny` and the benchmarks' `measure` are imported by path, since they are in no package."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import zlib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import pytest
 import tiny

@@ -27,11 +27,12 @@ WIDTHS = {"krea2": 120, "ideogram4": 96}
 LATENTS = {"krea2": (16, 6, 10), "ideogram4": (128, 3, 5)}
 
 
-def build(name: str, seed: int = 0) -> Transformer:
-    """A model whose every parameter is random, norms and tables too, so that none can be left out unnoticed."""
+def build(name: str, seed: int = 0, config: Any = None) -> Transformer:
+    """A model, by default the tiny one, whose every parameter is random, norms and tables too, so that none can be left
+    out unnoticed."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = FAMILIES[name].build(CONFIGS[name])
+        model = FAMILIES[name].build(config or CONFIGS[name])
         for parameter_name, parameter in model.named_parameters():
             std = 1 / parameter.shape[1] ** 0.5 if parameter.ndim == 2 else 0.2
             nn.init.normal_(parameter, std=std)
@@ -93,23 +94,27 @@ def inputs(name: str, batch: int = 2, tokens: int = 7, seed: int = 1) -> dict[st
     }
 
 
-def diffusers_twin(name: str, model: nn.Module, config: Any = None) -> nn.Module:
-    """diffusers' transformer with the same weights, mapped by name."""
+def diffusers_model(name: str, config: Any = None) -> nn.Module:
+    """diffusers' transformer of the same sizes, on the current default device."""
     import diffusers
 
     c = config or CONFIGS[name]
     if name == "krea2":
-        twin = diffusers.Krea2Transformer2DModel(
+        return diffusers.Krea2Transformer2DModel(
             num_layers=c.blocks, num_attention_heads=c.heads, attention_head_dim=c.head_width,
             num_key_value_heads=c.kv_heads, intermediate_size=c.mlp, text_hidden_dim=c.text_width,
             num_text_layers=c.text_layers, text_num_attention_heads=c.text_heads,
             text_num_key_value_heads=c.text_kv_heads, text_intermediate_size=c.text_mlp,
         )  # fmt: skip
-    else:
-        twin = diffusers.Ideogram4Transformer2DModel(
-            num_layers=c.layers, attention_head_dim=c.head_width, num_attention_heads=c.heads,
-            intermediate_size=c.mlp, adaln_dim=c.time_width, llm_features_dim=c.text_features,
-        )  # fmt: skip
+    return diffusers.Ideogram4Transformer2DModel(
+        num_layers=c.layers, attention_head_dim=c.head_width, num_attention_heads=c.heads,
+        intermediate_size=c.mlp, adaln_dim=c.time_width, llm_features_dim=c.text_features,
+    )  # fmt: skip
+
+
+def diffusers_twin(name: str, model: nn.Module, config: Any = None) -> nn.Module:
+    """diffusers' transformer with the same weights, mapped by name."""
+    twin = diffusers_model(name, config)
     own = dict(model.named_parameters())
     used = set()
     with torch.no_grad():

@@ -10,19 +10,18 @@ import torch
 from graft_lora.trainer import adapters, attention, memory
 from graft_lora.trainer.adapters import LoraSettings, resolve_targets
 from graft_lora.trainer.families import FAMILIES
-from graft_lora.trainer.families.ideogram4 import Ideogram4Config
-from graft_lora.trainer.families.krea2 import Krea2Config
-from graft_lora.trainer.live_bytes import LiveBytes, tensors_of
+from graft_lora.trainer.live_bytes import tensors_of
 from graft_lora.trainer.plan import Workload, _give_storages, skeleton
+from measure import BF16, LATENTS, LEAST_GFLOP, LENGTH, MLP, RANK, SIZES, TEXT, WIDTH, count_step, least_bytes
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
+BUT_LAST = "recomputing all but the last Linear"
 WAYS = {
     "with autograd's own graph": lambda blocks: nullcontext(),
     "recomputing": lambda blocks: memory.checkpointed(blocks),
     "slim": lambda blocks: memory.checkpointed((), slim=blocks),
     "half of them slim": lambda blocks: memory.checkpointed(blocks[::2], slim=blocks[1::2]),
-    "recomputing all but the last Linear": lambda blocks: memory.checkpointed((), but_last=blocks),
+    BUT_LAST: lambda blocks: memory.checkpointed((), but_last=blocks),
     "the first of them": lambda blocks: memory.recomputing(blocks[:2], blocks[2:], 1),
 }
 
@@ -138,22 +137,7 @@ def test_a_slim_block_multiplies_no_matrix_twice(folder, family_name, monkeypatc
         assert count == 2 or (count == 1 and name.split(".")[1] == first), name
 
 
-BUT_LAST = "recomputing all but the last Linear"
-
 # --- bytes and FLOPs at the sizes of the published comparison ---------------------------------------------------------
-
-MLP = 128 * -(-int(2 * 1024 / 3) * 4 // 128)
-TEXT_MLP = 128 * -(-int(2 * 640 / 3) * 4 // 128)
-SIZES = {
-    "krea2": Krea2Config(
-        width=1024, heads=8, kv_heads=2, mlp=MLP, blocks=4, text_width=640, text_heads=20, text_kv_heads=20,
-        text_mlp=TEXT_MLP,
-    ),
-    "ideogram4": Ideogram4Config(width=1024, heads=4, mlp=2816, layers=4, time_width=128, text_features=13 * 256),
-}  # fmt: skip
-LATENTS = {"krea2": (16, 64, 64), "ideogram4": (128, 32, 32)}
-TEXT, IMAGE = 64, 1024
-LENGTH, WIDTH, BF16 = TEXT + IMAGE, 1024, 2
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +148,7 @@ def measured():
 
 def _measure(name, way):
     family = FAMILIES[name]
-    lora = LoraSettings(rank=16, alpha=16)
+    lora = LoraSettings(rank=RANK, alpha=RANK)
     work = Workload(family, SIZES[name], LATENTS[name], TEXT, lora=lora, precision="bf16", compute_dtype="bf16")
     model = skeleton(work)
     targets = resolve_targets(family, adapters.linears(model), lora)
@@ -182,43 +166,9 @@ def _measure(name, way):
                 out = model(noisy, sigma_B, text=text)
                 yield
                 out.float().square().mean().backward()
-            yield
 
-        with LiveBytes(tensors_of(model)) as live:
-            before, passes = live.now, run()
-            next(passes)
-            kept = (live.now - before) / len(blocks)
-            next(passes)
-            passes.close()
-        with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
-            for _ in run():
-                pass
-    return kept / 2**20, counter.get_total_flops() / 1e9
-
-
-def attention_flops(q, k, v, *args, out_val=None, **kwargs):
-    """Two products of L · L · K for each head."""
-    batch, heads, length, width = q
-    return 2 * 2 * batch * heads * length * k[2] * width
-
-
-def backward_flops(grad, q, k, v, *args, out_val=None, **kwargs):
-    """Five products: the scores once more, and the gradients of v, of the scores, of q and of k."""
-    return 2.5 * attention_flops(q, k, v)
-
-
-ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: backward_flops,
-}
-
-
-def least_bytes(name):
-    """Of a block, in MiB (reference: peer-benchmark.md): with h the hidden width, kv that of k or v, m the MLP's."""
-    hidden, row = LENGTH * WIDTH * BF16, LENGTH * BF16
-    if name == "krea2":
-        return (5 * hidden + 2 * 256 * row + 2 * MLP * row) / 2**20
-    return (8 * hidden + 2 * 2816 * row) / 2**20
+        counts = count_step(run, tensors_of(model))
+    return counts.kept / len(blocks), counts.gflop
 
 
 def products(name, passes):
@@ -237,17 +187,12 @@ def test_a_slim_block_keeps_at_most_a_tenth_more_than_is_needed(measured, family
     assert kept > 0.8 * least_bytes(family_name)
 
 
-# GFLOP: without recomputation, with (reference: peer-benchmark.md).
-LEAST = {"krea2": (285.0, 389.2), "ideogram4": (292.8, 401.4)}
-
-
 @pytest.mark.parametrize(("way", "index", "most"), [("slim", 0, 1.03), ("recomputing", 1, 1.07), (BUT_LAST, 1, 1.03)])
 def test_a_step_takes_hardly_more_products_than_are_needed(measured, family_name, way, index, most):
     """Recomputing, Ideogram 4 needs the output of its last Linear, which a norm follows; Krea 2 does not."""
     _, flops = measured[family_name][way]
     most = 1.03 if family_name == "krea2" else most
-    print(f"{family_name} {way}: {flops:.1f} GFLOP, {flops / LEAST[family_name][index]:.3f} × the least")
-    assert LEAST[family_name][index] * 0.99 <= flops <= LEAST[family_name][index] * most
+    assert LEAST_GFLOP[family_name][index] * 0.99 <= flops <= LEAST_GFLOP[family_name][index] * most
     assert flops > products(family_name, 2 if way == "slim" else 2.5)
 
 
