@@ -256,6 +256,27 @@ def _precision(subject: _Subject) -> str:
     return precision
 
 
+def _eight_bit(subject: _Subject) -> str:
+    """Only whether it can be done: where it is left open, what is faster is measured on the loaded base."""
+    model = subject.resolved.model
+    if model.eight_bit_compute is False:
+        return "off"
+    formats = eight_bit_formats(model.precision, subject.file)
+    if not formats:
+        fault: str | None = f"the weights are kept in {model.precision}, wanted int8 or fp8"
+    else:
+        faults = (modes.eight_bit_fault(format, model.compute_dtype, subject.device) for format in formats)
+        fault = next(filter(None, faults), None)
+    if fault and model.eight_bit_compute is True:
+        raise SettingsError(f'eight_bit_compute is true, but {fault}; set [model] eight_bit_compute = "auto"')
+    return f"off: {fault}" if fault else "on" if model.eight_bit_compute is True else "where it is measured faster"
+
+
+def eight_bit_formats(precision: str, file: ModelFile) -> tuple[str, ...]:
+    """The formats, of those that can be multiplied in 8 bits, in which a base of this file is kept."""
+    return (precision,) if precision in modes.EIGHT_BIT_NEEDS else ()
+
+
 def _optimizer(subject: _Subject) -> str:
     optimizer = subject.settings.train.optimizer
     if optimizer == "adamw8bit" and (fault := probes.optimizer_fault(optimizer, subject.device.place)):
@@ -497,4 +518,5 @@ CHECKS = (
         ("output folder", "encoded folder", "targets", "dataset", "conditioning width"),
     ),
     _Check("memory", _memory, ("unconditional transformer", "precision", "disk space")),
+    _Check("8-bit compute", _eight_bit, ("memory",)),
 )

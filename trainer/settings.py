@@ -57,6 +57,8 @@ class ModelSettings:
             empty for none.
         allow_distilled: train on a file whose name says that it is a distilled variant.
         blocks_on_cpu: so many of the transformer's blocks wait in main memory; `auto` for as few as fit.
+        eight_bit_compute: multiply int8 and fp8 weights in 8 bits, activations and gradients being rounded to 8 bits
+            per token, in place of dequantising; `auto` measures at the start of a run and does so where it is faster.
     """
 
     path: str = ""
@@ -67,8 +69,11 @@ class ModelSettings:
     quantized_cache: str = ""
     allow_distilled: bool = False
     blocks_on_cpu: int | str = AUTO
+    eight_bit_compute: bool | str = AUTO
 
     def __post_init__(self) -> None:
+        if isinstance(self.eight_bit_compute, str):
+            one_of("eight_bit_compute", self.eight_bit_compute, (AUTO,))
         one_of("precision", self.precision, (AUTO, *PRECISIONS))
         if self.blocks_on_cpu != AUTO:
             if isinstance(self.blocks_on_cpu, str):
