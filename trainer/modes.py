@@ -90,7 +90,7 @@ def eight_bit_fault(format: str, compute_dtype: str, device: Device) -> str | No
         return f"{format} matmuls give {need.compute_dtype}, and compute_dtype is {compute_dtype}"
     if device.kind != "cpu" and need.capability is not None:
         if device.capability is None:
-            return f"{format} matmuls are not offered on {device.name}: under ROCm nobody has tried them here"
+            return f"{format} matmuls are not offered on {device.name}: under ROCm they have not been tried"
         if device.capability < need.capability:
             return (
                 f"{device.name} has no {format} matmul (compute capability {_dotted(device.capability)}, wanted "
