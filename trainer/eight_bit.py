@@ -95,20 +95,32 @@ def quantize_rows(x_MK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _product(x_MK: Tensor, b_KN: Tensor, scale_1N: Tensor | None, input_scale_1K: Tensor | None = None) -> Tensor:
-    """(x · input scale) @ b · scale, (M, N) in x's dtype, some rows at a time; without a scale it is 1."""
+    """(x · input scale) @ b · scale, (M, N) in x's dtype; without a scale it is 1."""
     rows, columns = len(x_MK), b_KN.shape[1]
-    out_MN = x_MK.new_empty(rows, columns)
     # Never so many parts that one has too few rows.
     parts = max(1, min(math.ceil(rows * max(x_MK.shape[1], columns) / CHUNK), rows // (FEW_ROWS + 1)))
     ones_1N = torch.ones(1, columns, device=x_MK.device) if scale_1N is None else scale_1N
-    for x, out in zip(x_MK.tensor_split(parts), out_MN.tensor_split(parts), strict=True):
-        a_MK, scale_M1 = quantize_rows(x if input_scale_1K is None else x * input_scale_1K, b_KN.dtype)
-        if fault := cuda_fault(a_MK, b_KN, scale_M1, ones_1N, x_MK.dtype):
-            raise ValueError(f"this product cannot be made in 8 bits: {fault}")
-        if b_KN.dtype == FP8:
-            torch._scaled_mm(a_MK, b_KN, scale_M1, ones_1N, out_dtype=out.dtype, out=out)
-        elif scale_1N is None:
-            torch.mul(torch._int_mm(a_MK, b_KN), scale_M1, out=out)
+
+    split = x_MK.tensor_split(parts)
+    quantized = (quantize_rows(x if input_scale_1K is None else x * input_scale_1K, b_KN.dtype) for x in split)
+    if b_KN.dtype == FP8:
+        # Its kernel scales by itself: nothing wider than the result is made.
+        numbers, scales = zip(*quantized, strict=True)
+        # As integers, which every device can put together.
+        a_MK, scale_M1 = torch.cat([part.view(INT8) for part in numbers]).view(FP8), torch.cat(scales)
+        _check(a_MK, b_KN, scale_M1, ones_1N, x_MK.dtype)
+        return torch._scaled_mm(a_MK, b_KN, scale_M1, ones_1N, out_dtype=x_MK.dtype)
+    out_MN = x_MK.new_empty(rows, columns)
+    for (a_MK, scale_M1), out in zip(quantized, out_MN.tensor_split(parts), strict=True):
+        _check(a_MK, b_KN, scale_M1, ones_1N, x_MK.dtype)
+        product = torch._int_mm(a_MK, b_KN)
+        if scale_1N is None:
+            torch.mul(product, scale_M1, out=out)
         else:
-            torch.mul(torch._int_mm(a_MK, b_KN) * scale_M1, scale_1N, out=out)
+            torch.mul(product * scale_M1, scale_1N, out=out)
     return out_MN
+
+
+def _check(a_MK: Tensor, b_KN: Tensor, scale_M1: Tensor, scale_1N: Tensor, out_dtype: torch.dtype) -> None:
+    if fault := cuda_fault(a_MK, b_KN, scale_M1, scale_1N, out_dtype):
+        raise ValueError(f"this product cannot be made in 8 bits: {fault}")

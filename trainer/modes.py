@@ -40,6 +40,7 @@ PRECISION_NEEDS: Mapping[str, Need] = {
     "fp8": Need(torchao=True),
     "int8": Need(torchao=True),
     "nf4": Need(torchao=True),
+    "as-stored": Need(),
 }
 COMPUTE_NEEDS: Mapping[str, Need] = {"bf16": Need(native_bf16=True), "fp32": Need()}
 # Formats whose numbers can be multiplied as they are. The int8 units of tensor cores came with 7.5, those of fp8 with

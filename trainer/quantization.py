@@ -132,7 +132,8 @@ class _PerRow(Format):
 class Int8(_PerRow):
     """Symmetric int8, scale = max|row| / 127.5 (torchao `Int8WeightOnlyConfig`)."""
 
-    name = eight_bit = "int8"
+    name = "int8"
+    eight_bit: ClassVar[str | None] = "int8"
     dtype = torch.int8
 
     def row_quantizer(self) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
@@ -149,7 +150,8 @@ class Int8(_PerRow):
 class Float8(_PerRow):
     """float8_e4m3fn, scale = max|row| / 448 (torchao `Float8WeightOnlyConfig`)."""
 
-    name = eight_bit = "fp8"
+    name = "fp8"
+    eight_bit: ClassVar[str | None] = "fp8"
     dtype = torch.float8_e4m3fn
 
     def row_quantizer(self) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
@@ -301,7 +303,8 @@ def _nf4_levels() -> Tensor:
 
 FP32, BF16 = Dense("fp32", torch.float32), Dense("bf16", torch.bfloat16)
 FORMATS: dict[str, Format] = {format.name: format for format in (FP32, BF16, Float8(), Int8(), NF4())}
-PRECISIONS = tuple(FORMATS)
+AS_STORED = "as-stored"  # each weight in the format that its file has, see `as_stored`
+PRECISIONS = (*FORMATS, AS_STORED)
 
 
 def format_of(precision: str) -> Format:

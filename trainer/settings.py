@@ -50,7 +50,8 @@ class ModelSettings:
     Attributes:
         path: a model file; empty for the demonstration base of `family`.
         family: `krea2` or `ideogram4`; needed for the demonstration base only, else it is read off the file.
-        precision: how the frozen weights are stored; `auto` for the best one that fits the device.
+        precision: how the frozen weights are stored; `auto` for the best one that fits the device, `as-stored` for
+            ComfyUI's fp8 or int8 file without quantising it anew.
         compute_dtype: dtype of activations; fp32 where bf16 is not native.
         device: `cpu`, `cuda`, or empty for CUDA where there is one.
         quantized_cache: a folder in which the quantised base is kept, so that it loads at reading speed the next time;

@@ -9,7 +9,10 @@ from graft_lora.trainer import adapters, attention, eight_bit, eight_bit_choice,
 from graft_lora.trainer.adapters import LoraSettings
 from graft_lora.trainer.eight_bit import FP8, INT8, cuda_fault, quantize_rows
 from graft_lora.trainer.eight_bit_choice import computing, eligible
+from graft_lora.trainer.families import FAMILIES
+from graft_lora.trainer.live_bytes import LiveBytes
 from graft_lora.trainer.quantization import FORMATS, Float8, FrozenLinear, Int8, input_gradient, matmul
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 KINDS = {"int8": INT8, "fp8": FP8}
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -280,3 +283,30 @@ def test_only_what_is_stored_so_and_not_excluded_by_the_family_multiplies_in_8_b
     with pytest.raises(KeyError), computing(base, used=True):
         raise KeyError
     assert not any(layer.eight_bit for layer in layers.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_takes_no_more_memory_than_the_plan_counts_for_a_dequantised_weight(kind, family_name):
+    """At full size, by tensors without data: each Linear of a published block, forward and backward, at 1024²."""
+    family = FAMILIES[family_name]
+    with torch.device("meta"):
+        model = family.build(family.with_blocks(family.published, 1))
+    sizes = {
+        (m.out_features, m.in_features) for m in family.main_blocks(model)[0].modules() if hasattr(m, "in_features")
+    }
+    peaks = {False: 0, True: 0}
+    for rows, columns in sizes:
+        for used in peaks:
+            with FakeTensorMode():
+                layer = FrozenLinear(columns, rows)
+                layout = FORMATS[kind].layout((rows, columns))
+                layer.restore({n: torch.empty(s, dtype=d) for n, (d, s) in layout.items()}, FORMATS[kind])
+                layer.eight_bit = used
+                x, grad = (torch.empty(4608, width, dtype=BF16) for width in (columns, rows))
+                with LiveBytes([x, grad, *layer.buffers()]) as live:
+                    matmul(x, layer)
+                with LiveBytes([x, grad, *layer.buffers()]) as back:
+                    input_gradient(grad, layer)
+                peaks[used] = max(peaks[used], live.peak, back.peak)
+    print(f"{family_name} {kind}: {peaks[True] / 2**20:.0f} MiB in 8 bits, dequantised {peaks[False] / 2**20:.0f} MiB")
+    assert peaks[True] <= peaks[False]
