@@ -110,7 +110,8 @@ def load_base(
             else:
                 misfits = _quantized(model, file, precision, device, settle)
             if quantized_cache:
-                notes.append(f"nothing is kept in {quantized_cache}: {precision} needs no quantising")
+                reason = "needs no quantising" if precision == AS_STORED else "is not quantised"
+                notes.append(f"nothing is kept in {quantized_cache}: {precision} {reason}")
         on_cpu = BlocksOnCPU(list(waiting.values()), device) if waiting else None
     model.compute_dtype = dtype
     counts = Counter(layer.format.name for layer in _linears(model).values() if layer.format is not None)
