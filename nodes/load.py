@@ -125,7 +125,8 @@ class LoadModel(io.ComfyNode):
 
 PRECISION = (
     "How the frozen weights are kept in memory while training; the LoRA itself is trained in fp32. auto takes the best "
-    "that fits the card. bf16: as published. fp8 and int8: half of that. nf4: a quarter, coarsest."
+    "that fits the card. bf16: as published. fp8 and int8: half of that. nf4: a quarter, coarsest. as-stored: an fp8 "
+    "or int8 file of ComfyUI's as it is, without quantising it anew."
 )
 PENDING = "Which of them this machine can run is being tried: reload the page to read it."
 _asked, _found = 0, PENDING

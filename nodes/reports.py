@@ -10,7 +10,7 @@ from comfy_api.latest import io, ui
 
 from ..trainer.errors import DatasetError, GraftError
 from ..trainer.families import FAMILIES
-from ..trainer.quantization import PRECISIONS
+from ..trainer.quantization import FORMATS
 from . import host
 from .guard import for_graph, guarded
 from .kinds import CATEGORY, EncodedDataset, PreviewRequest, Run, RunHandle
@@ -133,7 +133,7 @@ class EstimateMemory(io.ComfyNode):
                 ),
                 io.Int.Input("rank", default=32, min=1, max=4096, tooltip="Of the LoRA."),
                 io.Combo.Input(
-                    "precision", options=[AUTO, *PRECISIONS], default=AUTO, tooltip="auto takes the best that fits."
+                    "precision", options=[AUTO, *FORMATS], default=AUTO, tooltip="auto takes the best that fits."
                 ),
             ],
             outputs=[io.String.Output(display_name="table", tooltip="In Markdown.")],

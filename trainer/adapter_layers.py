@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..lora_convert import LokrModule, LoraModule
 from . import kept
-from .quantization import FrozenLinear, matmul
+from .quantization import FrozenLinear, input_gradient, matmul
 from .quiet import quiet_torchao
 
 with quiet_torchao():
@@ -320,7 +320,7 @@ class _LoraMatmul(torch.autograd.Function):
         low = grad @ _scaled(up, ctx.scale, grad.dtype)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad @ ctx.layer.base_layer.dequantized(grad.dtype)).addmm_(low, working).view(x.shape)
+            grad_x = input_gradient(grad, ctx.layer.base_layer).addmm_(low, working).view(x.shape)
         grad_down = (low.T @ flat).to(down.dtype)
         grad_up = (grad.T @ F.linear(flat, working)).to(up.dtype)
         return grad_x, grad_down, grad_up if ctx.scale == 1 else ctx.scale * grad_up, None, None

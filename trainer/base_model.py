@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from . import as_stored
 from .checkpoints import ModelFile, open_model_file
 from .errors import SettingsError, some
 from .families import Family, Transformer
 from .offload import BlocksOnCPU, spread
-from .quantization import BF16, FP32, PRECISIONS, Dense, Format, FrozenLinear, format_of, replace_linears
+from .quantization import AS_STORED, BF16, FP32, PRECISIONS, Dense, Format, FrozenLinear, format_of, replace_linears
 from .quantized_cache import QuantizedCache, Settle, StaleError
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -73,7 +74,8 @@ def load_base(
     Args:
         path: the file, or what `open_model_file` made of it.
         precision: one of `PRECISIONS`: how the Linears of the blocks are stored. Norms and modulation tables are kept
-            in fp32, the few Linears that the family never quantises in bf16 (or fp32).
+            in fp32, the few Linears that the family never quantises in bf16 (or fp32). With `as-stored` every Linear
+            is kept as the file has it.
         compute_dtype: `bf16` or `fp32`, the dtype of activations.
         device: where the weights go, each as soon as it is read, quantised there.
         blocks_on_cpu: so many of the transformer's blocks, spread over its depth, are kept in host memory as soon as
@@ -82,9 +84,10 @@ def load_base(
 
     Raises:
         CheckpointError: the file cannot be read as a base.
-        SettingsError: an unknown precision or dtype, or more blocks than there are.
+        SettingsError: an unknown precision or dtype, more blocks than there are, or a file that cannot be kept as it
+            is stored.
     """
-    quantised = not isinstance(format_of(precision), Dense)
+    quantised = precision != AS_STORED and not isinstance(format_of(precision), Dense)
     dtype = compute_dtype_of(compute_dtype)
     file = path if isinstance(path, ModelFile) else open_model_file(path)
     family = file.family
@@ -102,9 +105,13 @@ def load_base(
         if quantized_cache and quantised:
             misfits = _cached(model, file, precision, device, settle, Path(quantized_cache), notes)
         else:
-            misfits = _quantized(model, file, precision, device, settle)
+            if precision == AS_STORED:
+                misfits = _as_stored(model, file, device, settle)
+            else:
+                misfits = _quantized(model, file, precision, device, settle)
             if quantized_cache:
-                notes.append(f"nothing is kept in {quantized_cache}: {precision} is not quantised")
+                reason = "needs no quantising" if precision == AS_STORED else "is not quantised"
+                notes.append(f"nothing is kept in {quantized_cache}: {precision} {reason}")
         on_cpu = BlocksOnCPU(list(waiting.values()), device) if waiting else None
     model.compute_dtype = dtype
     counts = Counter(layer.format.name for layer in _linears(model).values() if layer.format is not None)
@@ -139,8 +146,7 @@ def _quantized(
         owner = model.get_submodule(owner_name)
         # Always a copy: the next tensor is read to where this one stands.
         if not isinstance(owner, FrozenLinear):
-            value = tensor.to(device, torch.float32, copy=True)
-            setattr(owner, leaf, nn.Parameter(value, requires_grad=False))
+            _store_parameter(owner, leaf, tensor, device)
         elif leaf == "bias":
             owner.store_bias(tensor, dense_format(precision).dtype, device)
         else:
@@ -153,6 +159,30 @@ def _quantized(
             settle(owner_name, owner)
         del tensor
     return misfits
+
+
+def _as_stored(model: nn.Module, file: ModelFile, device: torch.device | str, settle: Settle) -> list[str]:
+    """As `_quantized`, with every Linear as the file has it."""
+    formats = as_stored.formats(file)
+    for name, buffers in as_stored.tensors(file, formats):
+        owner_name, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(owner_name)
+        # Always a copy: the next tensor is read to where this one stands.
+        if not isinstance(owner, FrozenLinear):
+            _store_parameter(owner, leaf, buffers["data"], device)
+            continue
+        if leaf == "bias":
+            owner.store_bias(buffers["data"], buffers["data"].dtype, device)
+        else:
+            copies = {buffer: tensor.to(device, copy=True) for buffer, tensor in buffers.items()}
+            owner.restore(copies, formats[owner_name])
+        settle(owner_name, owner)
+    return []
+
+
+def _store_parameter(owner: nn.Module, name: str, tensor: Tensor, device: torch.device | str) -> None:
+    """A norm or a table, in fp32."""
+    setattr(owner, name, nn.Parameter(tensor.to(device, torch.float32, copy=True), requires_grad=False))
 
 
 def _cached(

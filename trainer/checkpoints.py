@@ -105,7 +105,7 @@ class ModelFile:
             for name in self.weights:
                 if arena is not None:
                     arena.reset()
-                tensor = self._read(files, name)
+                tensor = self.read(files, name)
                 yield name, tensor
                 # Not to be held while the next one is read.
                 del tensor
@@ -117,9 +117,10 @@ class ModelFile:
             KeyError: the family has no such parameter.
         """
         with OpenFiles() as files:
-            return self._read(files, name)
+            return self.read(files, name)
 
-    def _read(self, files: OpenFiles, name: str) -> Tensor:
+    def read(self, files: OpenFiles, name: str) -> Tensor:
+        """One parameter, as `tensors` yields it, from files that are open."""
         shape, members = self.shapes[name], self.weights[name]
         third = _member_shape(shape, len(members))
         pieces = [_decode(files, member, third) for member in members]

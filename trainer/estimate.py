@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from . import plan
-from .base_model import PRECISIONS
 from .errors import DoesNotFitError, SettingsError
 from .families import Family
 from .lora_settings import LoraSettings
 from .plan import GIB, Budget, Workload
+from .quantization import FORMATS
 from .settings import AUTO, one_of
 
 CARDS = (8, 12, 16, 24)  # GB
@@ -35,7 +35,7 @@ class Question:
     precision: str = AUTO
 
     def __post_init__(self) -> None:
-        one_of("precision", self.precision, (AUTO, *PRECISIONS))
+        one_of("precision", self.precision, (AUTO, *FORMATS))
 
 
 @dataclass(frozen=True)

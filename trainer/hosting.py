@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from . import adapters, modes, plan
+from . import adapters, as_stored, modes, plan
 from .applied import AppliedLora, applied
 from .base_model import Base, choose_blocks, compute_dtype_of, load_base
 from .checkpoints import ModelFile
@@ -92,6 +92,7 @@ class HostedBase:
             faults.append(modes.precision_fault(settings.precision, device, file.family))
         for fault in filter(None, faults):
             raise SettingsError(fault)
+        as_stored.formats_for(settings.precision, file)  # raises where the file is not stored so
 
     # --- loading
 
@@ -123,6 +124,7 @@ class HostedBase:
             self.file.config,
             (family.latent_channels, family.latent_multiple, family.latent_multiple),
             precision=asked.precision,
+            stored=as_stored.formats_for(asked.precision, self.file),
             compute_dtype=asked.compute_dtype,
             blocks_on_cpu=asked.blocks_on_cpu,
         )
@@ -414,6 +416,7 @@ def predicted_bytes(file: ModelFile, chosen: ModelSettings) -> int:
             file.config,
             (family.latent_channels, 2, 2),
             precision=chosen.precision,
+            stored=as_stored.formats_for(chosen.precision, file),
             compute_dtype=chosen.compute_dtype,
         )
     )

@@ -1,10 +1,10 @@
 """Which precisions and compute dtypes a device and a family can be trained in, and why not in the others.
 
-Every precision here is weight-only: a frozen weight is dequantised to the compute dtype and then multiplied in that. So
-fp8 asks for no fp8 hardware (torch converts float8_e4m3fn in software on any card, a GTX as well as an H100), int8 for
-no int8 matmul, and bf16 weights for no bf16 arithmetic: on a card without native bf16 all of them train in fp32. The
-rules that other trainers have, fp8 from compute capability 8.9 on and mxfp8 from 10.0 on, belong to modes that multiply
-in 8 bits. What a mode asks for stands in one line of the tables below.
+A precision is how weights are stored, and asks for nothing more: a frozen weight can be dequantised to the compute
+dtype and then multiplied in that. So fp8 asks for no fp8 hardware (torch converts float8_e4m3fn in software on any
+card, a GTX as well as an H100), int8 for no int8 matmul, and bf16 weights for no bf16 arithmetic: on a card without
+native bf16 all of them train in fp32. Multiplying in 8 bits (`eight_bit`) is another matter, which the hardware must be
+able to. What a mode asks for stands in one line of the tables below.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ class Need:
     Attributes:
         native_bf16: bf16 arithmetic in hardware.
         torchao: a torchao that really quantises, which is tried.
+        capability: NVIDIA's compute capability, which a CPU need not have.
+        compute_dtype: that of activations; empty for any.
     """
 
     native_bf16: bool = False
     torchao: bool = False
+    capability: tuple[int, int] | None = None
+    compute_dtype: str = ""
 
 
 PRECISION_NEEDS: Mapping[str, Need] = {
@@ -36,8 +40,15 @@ PRECISION_NEEDS: Mapping[str, Need] = {
     "fp8": Need(torchao=True),
     "int8": Need(torchao=True),
     "nf4": Need(torchao=True),
+    "as-stored": Need(),
 }
 COMPUTE_NEEDS: Mapping[str, Need] = {"bf16": Need(native_bf16=True), "fp32": Need()}
+# Formats whose numbers can be multiplied as they are. The int8 units of tensor cores came with 7.5, those of fp8 with
+# 8.9; torch's fp8 product with a scale per row gives bf16 alone.
+EIGHT_BIT_NEEDS: Mapping[str, Need] = {
+    "int8": Need(capability=(7, 5)),
+    "fp8": Need(capability=(8, 9), compute_dtype="bf16"),
+}
 
 
 def modes(device: Device, family: Family) -> dict[str, str | None]:
@@ -65,6 +76,28 @@ def precision_fault(precision: str, device: Device, family: Family) -> str | Non
 def compute_fault(compute_dtype: str, device: Device) -> str | None:
     """Why activations cannot be computed in this dtype, and what to do; None where they can."""
     return _fault(COMPUTE_NEEDS[compute_dtype], device)
+
+
+def eight_bit_fault(format: str, compute_dtype: str, device: Device) -> str | None:
+    """Why a device cannot multiply numbers of this format in 8 bits; None where it can. A tiny product is tried on it.
+
+    Args:
+        format: one of `EIGHT_BIT_NEEDS`.
+        compute_dtype: of activations.
+        device: that computes.
+    """
+    need = EIGHT_BIT_NEEDS[format]
+    if need.compute_dtype not in ("", compute_dtype):
+        return f"{format} matmuls give {need.compute_dtype}, and compute_dtype is {compute_dtype}"
+    if device.kind != "cpu" and need.capability is not None:
+        if device.capability is None:
+            return f"{format} matmuls are not offered on {device.name}: under ROCm they have not been tried"
+        if device.capability < need.capability:
+            return (
+                f"{device.name} has no {format} matmul (compute capability {_dotted(device.capability)}, wanted "
+                f"{_dotted(need.capability)})"
+            )
+    return probes.eight_bit_fault(format, device.place)
 
 
 def _fault(need: Need, device: Device) -> str | None:

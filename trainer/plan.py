@@ -33,7 +33,7 @@ from .lora_settings import LoraSettings
 from .objective import add_noise, velocity_loss
 from .offload import SLOTS
 from .optimizers import moments_bytes
-from .quantization import FrozenLinear, replace_linears
+from .quantization import AS_STORED, Format, FrozenLinear, replace_linears
 from .settings import AUTO
 from .text_trunk import is_frozen
 
@@ -58,6 +58,7 @@ class Workload:
         text_tokens: of the longest caption.
         lora: the adapter.
         precision: how the base is stored, or `auto`.
+        stored: Linear → format, of a base that is kept as its file stores it (`as_stored.formats_for`).
         compute_dtype: of activations.
         batch_size: pictures in one forward pass.
         optimizer: as in the training settings.
@@ -75,6 +76,7 @@ class Workload:
     text_tokens: int = ASSUMED_TOKENS
     lora: LoraSettings = field(default_factory=LoraSettings)
     precision: str = AUTO
+    stored: tuple[tuple[str, Format], ...] = ()
     compute_dtype: str = "bf16"
     batch_size: int = 1
     optimizer: str = "adamw"
@@ -158,7 +160,7 @@ def _counts(workload: Workload, recomputes_all: bool) -> _Counts:
     total, number = workload.blocks, int(workload.checkpointing)
     # Targets that name blocks by their numbers do not treat them alike.
     alike = workload.lora.blocks.strip() == "all" and workload.lora.targets in workload.family.presets
-    if total <= MORE or not alike:
+    if total <= MORE or not alike or not _stored_alike(workload):
         return _count(workload)
     # In that number it is a line up to the last but one: where the last block recomputes, its memory is what it was. A
     # text trunk that is trained recomputes with the first block, and takes less than the line says.
@@ -180,6 +182,16 @@ def _on_line(start: _Counts, end: _Counts, place: float) -> _Counts:
     return _Counts(**{name: a + place * (b - a) for name, (a, b) in line.items()})
 
 
+def _stored_alike(workload: Workload) -> bool:
+    """Whether the file stores every block of the transformer in the same formats; some leave single ones dense."""
+    blocks: dict[int, dict[str, Format]] = {}
+    for name, format in workload.stored:
+        number = workload.family.block_of(name)
+        if number is not None:
+            blocks.setdefault(number, {})[name.replace(f".{number}.", ".", 1)] = format
+    return all(block == blocks[0] for block in blocks.values())
+
+
 def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -187,11 +199,11 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 def skeleton(workload: Workload) -> Transformer:
     """The frozen base as `load_base` would make it, on the meta device."""
     family, precision = workload.family, workload.precision
-    dense = dense_format(precision)
+    dense, stored = dense_format(precision), dict(workload.stored)
 
     def freeze(name: str, linear: nn.Linear) -> FrozenLinear:
         layer, shape = FrozenLinear.like(linear), (linear.out_features, linear.in_features)
-        format = choose_format(family, precision, name)
+        format = stored[name] if precision == AS_STORED else choose_format(family, precision, name)
         layer.format = format if format.fits_shape(shape) else dense
         for buffer, (dtype, size) in layer.format.layout(shape).items():
             layer.register_buffer(buffer, torch.empty(size, dtype=dtype))
@@ -211,9 +223,10 @@ def _count(workload: Workload) -> _Counts:
     model = skeleton(workload)
     family = workload.family
     targets = adapters.resolve_targets(family, adapters.linears(model), workload.lora)
-    block = _bytes(
-        [b for m in family.main_blocks(model)[0].modules() if isinstance(m, FrozenLinear) for b in m.buffers()]
-    )
+    # The mean, since a file may store blocks in different formats.
+    main = family.main_blocks(model)
+    linears = [module for block in main for module in block.modules() if isinstance(module, FrozenLinear)]
+    block = _bytes([buffer for linear in linears for buffer in linear.buffers()]) / len(main)
     adapters.inject(model, "plan", workload.lora, targets, torch.Generator())
     trunk = 0
     if parked := is_frozen(family, targets):

@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 import torch
 
-from . import adapters, disk, modes, plan, probes, state
+from . import adapters, as_stored, disk, modes, plan, probes, state
 from .checkpoints import ModelFile, open_model_file, telling_name
 from .devices import Device, Memory, host_memory, read_device
 from .errors import DatasetError, GraftError, SettingsError
 from .pictures import CaptionedPicture, read_folder
+from .quantization import AS_STORED
 from .samples import Cache, Encoders, PlacedPicture, Sample, has_empty, place_pictures, read_samples, unencoded
 from .settings import AUTO, RunSettings
 
@@ -257,7 +258,32 @@ def _precision(subject: _Subject) -> str:
         return "left to the memory plan"
     if fault := modes.precision_fault(precision, subject.device, subject.file.family):
         raise SettingsError(fault)
+    as_stored.formats_for(precision, subject.file)  # raises where the file is not stored so
     return precision
+
+
+def _eight_bit(subject: _Subject) -> str:
+    """Only whether it can be done: where it is left open, what is faster is measured on the loaded base."""
+    model = subject.resolved.model
+    if model.eight_bit_compute is False:
+        return "off"
+    formats = eight_bit_formats(model.precision, subject.file)
+    if not formats:
+        fault: str | None = f"the weights are kept in {model.precision}, wanted int8 or fp8"
+    else:
+        faults = (modes.eight_bit_fault(format, model.compute_dtype, subject.device) for format in formats)
+        fault = next(filter(None, faults), None)
+    if fault and model.eight_bit_compute is True:
+        raise SettingsError(f'eight_bit_compute is true, but {fault}; set [model] eight_bit_compute = "auto"')
+    return f"off: {fault}" if fault else "on" if model.eight_bit_compute is True else "where it is measured faster"
+
+
+def eight_bit_formats(precision: str, file: ModelFile) -> tuple[str, ...]:
+    """The formats, of those that can be multiplied in 8 bits, in which a base of this file is kept."""
+    if precision != AS_STORED:
+        return (precision,) if precision in modes.EIGHT_BIT_NEEDS else ()
+    found = [format.eight_bit for format in as_stored.formats(file).values()]
+    return tuple(dict.fromkeys(format for format in found if format is not None))
 
 
 def _optimizer(subject: _Subject) -> str:
@@ -325,6 +351,7 @@ def _unconditional(subject: _Subject) -> str:
             "unconditional empty"
         )
     file = subject.unconditional = open_model_file(path, unconditional=True)
+    as_stored.formats_for(subject.settings.model.precision, file)
     if (file.family, file.config) != (base.family, base.config):
         raise SettingsError(
             f"{file.path.name} is {file.family.title} of other sizes than {base.path.name}: they are no pair"
@@ -478,6 +505,7 @@ def _workload(subject: _Subject, settings: RunSettings) -> plan.Workload:
         tokens,
         lora=settings.lora,
         precision=settings.model.precision,
+        stored=as_stored.formats_for(settings.model.precision, subject.file),
         compute_dtype=settings.model.compute_dtype,
         batch_size=settings.train.batch_size,
         optimizer=settings.train.optimizer,
@@ -523,4 +551,5 @@ CHECKS = (
         ("output folder", "encoded folder", "targets", "dataset", "conditioning width"),
     ),
     _Check("memory", _memory, ("unconditional transformer", "precision", "disk space")),
+    _Check("8-bit compute", _eight_bit, ("memory",)),
 )

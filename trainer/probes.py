@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..lora_convert import atomic_file
-from . import compiling, optimizers
+from . import compiling, eight_bit, optimizers
 from .errors import first_line
 from .families.family import swiglu
 from .quantization import NF4, format_of
@@ -47,6 +47,27 @@ def precision_fault(precision: str, device: torch.device | str) -> str | None:
     if not error <= TOLERANCE:  # NaN too
         return f"{precision} does not work on {device} (values come back wrong by {error:.0%}); {mend}"
     return None
+
+
+def eight_bit_fault(format: str, device: torch.device | str) -> str | None:
+    """A product and a gradient of tiny matrices in 8 bits, whose numbers are exact in them.
+
+    torch is built without some of these kernels on some systems, such as Windows.
+    """
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            # Every row and column has ±1 as its largest number: all scales are 1 / LARGEST, and those cancel.
+            x = torch.ones(32, 32, dtype=torch.bfloat16, device=device).triu()
+            data = (eight_bit.LARGEST[eight_bit.DTYPES[format]] * x.float()).to(eight_bit.DTYPES[format])
+            scale = torch.full((32, 1), 1 / eight_bit.LARGEST[data.dtype], device=device)
+            found = eight_bit.forward(x, data, scale), eight_bit.input_gradient(x, data, scale)
+            wanted = x.float() @ x.T.float(), x.float() @ x.float()
+            wrong = not all(
+                torch.allclose(y.float(), exact, rtol=0.02, atol=0) for y, exact in zip(found, wanted, strict=True)
+            )
+    except Exception as fault:  # a missing kernel, a driver: whatever it is, this way of multiplying fails
+        return f"{format} matmuls do not work on {device} with torch {torch.__version__} ({first_line(fault)})"
+    return f"{format} matmuls give wrong numbers on {device} with torch {torch.__version__}" if wrong else None
 
 
 def optimizer_fault(optimizer: str, device: torch.device | str) -> str | None:

@@ -4,7 +4,8 @@ A frozen weight lives as plain buffers (data, scales) of an `nn.Linear` subclass
 under inference mode, which torchao's tensor subclasses do not. The numbers are torchao's. A weight is quantised in
 pieces, so that neither its fp32 copy nor the quantiser's temporaries ever stand in memory whole: rows (int8, fp8) and
 blocks (nf4) do not depend on one another, so the pieces' numbers are the whole's. The weight is dequantised for one
-matmul and dropped: its autograd Function keeps no copy for backward, it dequantises again.
+matmul and dropped: its autograd Function keeps no copy for backward, it dequantises again. Layers that are told to
+multiply in 8 bits (`eight_bit`) never dequantise it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import kept
+from . import eight_bit, kept
 from .errors import SettingsError
 from .quiet import quiet_torchao
 
@@ -53,6 +54,8 @@ class Format(ABC):
 
     name: ClassVar[str]
     buffers: ClassVar[tuple[str, ...]] = ("data", "scale")
+    # The format whose 8-bit numbers can be multiplied as they are, with a scale per output row; see `eight_bit`.
+    eight_bit: ClassVar[str | None] = None
 
     def fits_shape(self, shape: Sequence[int]) -> bool:
         """Whether a weight of this shape can be stored so."""
@@ -130,6 +133,7 @@ class Int8(_PerRow):
     """Symmetric int8, scale = max|row| / 127.5 (torchao `Int8WeightOnlyConfig`)."""
 
     name = "int8"
+    eight_bit: ClassVar[str | None] = "int8"
     dtype = torch.int8
 
     def row_quantizer(self) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
@@ -147,6 +151,7 @@ class Float8(_PerRow):
     """float8_e4m3fn, scale = max|row| / 448 (torchao `Float8WeightOnlyConfig`)."""
 
     name = "fp8"
+    eight_bit: ClassVar[str | None] = "fp8"
     dtype = torch.float8_e4m3fn
 
     def row_quantizer(self) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
@@ -298,7 +303,8 @@ def _nf4_levels() -> Tensor:
 
 FP32, BF16 = Dense("fp32", torch.float32), Dense("bf16", torch.bfloat16)
 FORMATS: dict[str, Format] = {format.name: format for format in (FP32, BF16, Float8(), Int8(), NF4())}
-PRECISIONS = tuple(FORMATS)
+AS_STORED = "as-stored"  # each weight in the format that its file has, see `as_stored`
+PRECISIONS = (*FORMATS, AS_STORED)
 
 
 def format_of(precision: str) -> Format:
@@ -334,9 +340,11 @@ class FrozenLinear(nn.Linear):
     Attributes:
         format: how the weight is stored; None while it is not.
         placed: something else decides where the buffers lie, and `.to(device)` leaves them there.
+        eight_bit: whether it multiplies in 8 bits, which its format must be able to, where its input has enough rows.
     """
 
     placed = False
+    eight_bit = False
 
     def __init__(self, in_features: int, out_features: int) -> None:
         nn.Module.__init__(self)
@@ -409,12 +417,29 @@ class FrozenLinear(nn.Linear):
 
 def matmul(x: Tensor, layer: FrozenLinear) -> Tensor:
     """(…, in) → (…, out) in x's dtype, without a graph to the weight."""
-    bias = layer.bias
-    return F.linear(x, layer.dequantized(x.dtype), None if bias is None else bias.to(x.dtype))
+    bias = None if layer.bias is None else layer.bias.to(x.dtype)
+    if not _in_8_bits(x, layer):
+        return F.linear(x, layer.dequantized(x.dtype), bias)
+    y = eight_bit.forward(x.flatten(0, -2), layer.get_buffer("data"), layer.get_buffer("scale"))
+    y = y.view(*x.shape[:-1], layer.out_features)
+    return y if bias is None else y.add_(bias)
+
+
+def input_gradient(grad: Tensor, layer: FrozenLinear) -> Tensor:
+    """(…, out) → (…, in), grad @ W in grad's dtype."""
+    if not _in_8_bits(grad, layer):
+        return grad @ layer.dequantized(grad.dtype)
+    x = eight_bit.input_gradient(grad.flatten(0, -2), layer.get_buffer("data"), layer.get_buffer("scale"))
+    return x.view(*grad.shape[:-1], layer.in_features)
+
+
+def _in_8_bits(rows: Tensor, layer: FrozenLinear) -> bool:
+    """Whether the layer multiplies these rows (…, n) in 8 bits; too few of them it does not, such as one time token."""
+    return layer.eight_bit and eight_bit.fits(rows.shape[:-1].numel(), layer.in_features, layer.out_features)
 
 
 class _FrozenMatmul(torch.autograd.Function):
-    """`x @ Wᵀ + b` whose backward dequantises W again, so that nothing of it is kept between forward and backward.
+    """`x @ Wᵀ + b` whose backward reads the stored W again: nothing dequantised is kept between forward and backward.
 
     The layer is held rather than its tensors: weights that were loaded under inference mode cannot be saved for
     backward, and weights that were moved in between are found where they are.
@@ -428,7 +453,7 @@ class _FrozenMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
-        return grad @ ctx.layer.dequantized(grad.dtype), None
+        return input_gradient(grad, ctx.layer), None
 
 
 # --- a whole model ---------------------------------------------------------------------------------------------------

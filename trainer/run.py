@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from ..lora_convert import atomic_file
-from . import adapters, attention, state
+from . import adapters, attention, eight_bit_choice, state
 from .base_model import Base, load_base
+from .devices import Device
 from .errors import SettingsError, StoppedError, TrainingError, first_line
 from .evaluate import held_out_loss
 from .loop import StepLog, TrainSession
@@ -117,7 +118,7 @@ def train(checked: Checked, base: Base, previews: Previews | None, watcher: Watc
     empty = read_empty(settings.dataset.cache) if dropout else None
     training, held_out, marks, saved = _data(checked, checked.samples, resume)
     with _room_for("the adapter"):
-        begun = Run(settings, base, training, held_out, marks, saved, previews, empty, watcher)
+        begun = Run(settings, base, checked.device, training, held_out, marks, saved, previews, empty, watcher)
     return begun.finish()
 
 
@@ -170,7 +171,7 @@ def _prepare(settings: RunSettings, encoders: Encoders | None, watcher: Watcher,
             say(note)
         empty = None if encoders is None or file.family.image_only_pass else _encoded(encoders, "")
         previews = _previews(settings, encoders, empty, guide)
-        return Run(settings, base, training, held_out, marks, saved, previews, empty, watcher)
+        return Run(settings, base, checked.device, training, held_out, marks, saved, previews, empty, watcher)
 
 
 def _previews(
@@ -227,6 +228,7 @@ class Run:
         self,
         settings: RunSettings,
         base: Base,
+        device: Device,
         training: Sequence[Sample],
         held_out: Sequence[Sample],
         marks: dict[str, Any],
@@ -259,6 +261,7 @@ class Run:
         )
         count = sum(parameter.numel() for parameter in self.session.parameters)
         self.say(f"rank {settings.lora.rank} on {len(self.session.targets)} Linears: {count:,} parameters")
+        self.eight_bit = self._choose_eight_bit(device, saved)
         self.best = float("inf")
         if saved is not None:
             self._continue(saved)
@@ -273,6 +276,20 @@ class Run:
     def _after_trunk(self, conditioning: Tensor) -> Tensor:
         """(T, W) → (T, D) where the trunk is frozen, else as it is."""
         return self.trunk.tokens(conditioning) if self.trunk.frozen else conditioning
+
+    def _choose_eight_bit(self, device: Device, saved: dict[str, Any] | None) -> bool:
+        """Whether matmuls are in 8 bits; a run that goes on computes as it began, whatever would be faster now."""
+        wanted = self.settings.model.eight_bit_compute if saved is None else saved["extra"]["eight_bit"]
+        choice = eight_bit_choice.choose(self.base, wanted, self._tokens_at_most(), device)
+        if choice.note:
+            self.say(choice.note)
+        return choice.used
+
+    def _tokens_at_most(self) -> int:
+        """In a forward pass of a training step."""
+        family = self.base.family
+        longest = max(family.image_tokens(s.latents.shape) + len(s.conditioning) for s in self.training)
+        return longest * self.settings.train.batch_size
 
     def _continue(self, saved: dict[str, Any]) -> None:
         self.session.load_state_dict(saved["session"])
@@ -301,7 +318,7 @@ class Run:
 
     def _finish(self) -> RunResult:
         lora = self.folder / f"{self.name}.safetensors"
-        with self.watcher.watching():
+        with self.watcher.watching(), eight_bit_choice.computing(self.base, self.eight_bit):
             before = self.preview(None)
             self._write_preview(0, before)
             with self.session:
@@ -382,7 +399,7 @@ class Run:
         return sorted((path for path in found if found[path]), key=lambda path: int(found[path][1]))  # type: ignore[index]
 
     def _save_state(self) -> None:
-        state.save(self.folder / "state", self.session, self.marks, {"best": self.best})
+        state.save(self.folder / "state", self.session, self.marks, {"best": self.best, "eight_bit": self.eight_bit})
 
     def _measure(self, step: int) -> None:
         """Held-out loss; the LoRA with the lowest one is kept beside the others."""

@@ -50,13 +50,16 @@ class ModelSettings:
     Attributes:
         path: a model file; empty for the demonstration base of `family`.
         family: `krea2` or `ideogram4`; needed for the demonstration base only, else it is read off the file.
-        precision: how the frozen weights are stored; `auto` for the best one that fits the device.
+        precision: how the frozen weights are stored; `auto` for the best one that fits the device, `as-stored` for
+            ComfyUI's fp8 or int8 file without quantising it anew.
         compute_dtype: dtype of activations; fp32 where bf16 is not native.
         device: `cpu`, `cuda`, or empty for CUDA where there is one.
         quantized_cache: a folder in which the quantised base is kept, so that it loads at reading speed the next time;
             empty for none.
         allow_distilled: train on a file whose name says that it is a distilled variant.
         blocks_on_cpu: so many of the transformer's blocks wait in main memory; `auto` for as few as fit.
+        eight_bit_compute: multiply int8 and fp8 weights in 8 bits, activations and gradients being rounded to 8 bits
+            per token, in place of dequantising; `auto` measures at the start of a run and does so where it is faster.
     """
 
     path: str = ""
@@ -67,8 +70,11 @@ class ModelSettings:
     quantized_cache: str = ""
     allow_distilled: bool = False
     blocks_on_cpu: int | str = AUTO
+    eight_bit_compute: bool | str = AUTO
 
     def __post_init__(self) -> None:
+        if isinstance(self.eight_bit_compute, str):
+            one_of("eight_bit_compute", self.eight_bit_compute, (AUTO,))
         one_of("precision", self.precision, (AUTO, *PRECISIONS))
         if self.blocks_on_cpu != AUTO:
             if isinstance(self.blocks_on_cpu, str):

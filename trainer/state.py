@@ -39,6 +39,7 @@ def fingerprint(settings: RunSettings, base: Sequence[Path], samples: Sequence[S
         "base": " ".join(file_digest(file) for file in base),
         "precision": settings.model.precision,
         "compute_dtype": settings.model.compute_dtype,
+        "eight_bit_compute": settings.model.eight_bit_compute,
         "samples": samples_digest(samples),
         "caption_dropout": settings.dataset.caption_dropout,
         **{f"lora.{key}": value for key, value in asdict(settings.lora).items()},

@@ -178,8 +178,8 @@ class Int8(StoredWeight):
         if self.group == 1:
             return stored_OI.to(torch.float32, copy=True).mul_(scale)
         out_OI = torch.empty(shape)
-        signs = _hadamard(self.group)
-        for rows in _slabs(shape):
+        signs = hadamard(self.group)
+        for rows in slabs(shape):
             # Sums of at most 4096 integers below 128: exact in fp32, in whatever order. The scale comes after.
             groups = stored_OI[rows].float().unflatten(-1, (-1, self.group))
             torch.matmul(groups, signs, out=out_OI[rows].unflatten(-1, (-1, self.group)))
@@ -222,7 +222,7 @@ class _Blockwise(StoredWeight):
         scales = read(self.scale).reshape(_round_up(self.padded[0], 128), -1)
         others = self._others(read)
         out_OI = torch.empty(shape)
-        for rows in _slabs(self.padded, 128):
+        for rows in slabs(self.padded, 128):
             # The last slab's scales go on to the end of their tile.
             tile = slice(rows.start, _round_up(rows.stop, 128))
             decoded = self._decode(stored[rows].contiguous(), scales[tile].contiguous(), others)
@@ -475,7 +475,7 @@ def _comfy_kitchen(layer: Layer, what: str, function: str) -> Callable[..., Tens
         ) from error
 
 
-def _slabs(shape: Shape, multiple: int = 1) -> Iterator[slice]:
+def slabs(shape: Shape, multiple: int = 1) -> Iterator[slice]:
     """Rows a slab at a time, a multiple of so many but for the last."""
     rows, columns = shape
     step = max(multiple, SLAB // columns // multiple * multiple)
@@ -496,7 +496,7 @@ def _scale_blocks(flat: Tensor, scales: Tensor, block: int) -> Tensor:
     return flat
 
 
-def _hadamard(size: int) -> Tensor:
+def hadamard(size: int) -> Tensor:
     """The regular Hadamard matrix of ±1, (size, size), symmetric: the Kronecker power of J - 2 · antidiagonal(4)."""
     four = torch.ones(4, 4) - 2 * torch.eye(4).flip(0)
     signs = torch.ones(1, 1)

@@ -10,7 +10,7 @@ import torch
 from graft_lora.trainer import adapters, attention, memory
 from graft_lora.trainer.adapters import LoraSettings, resolve_targets
 from graft_lora.trainer.families import FAMILIES
-from graft_lora.trainer.live_bytes import tensors_of
+from graft_lora.trainer.live_bytes import LiveBytes, tensors_of
 from graft_lora.trainer.plan import Workload, _give_storages, skeleton
 from measure import BF16, LATENTS, LEAST_GFLOP, LENGTH, MLP, RANK, SIZES, TEXT, WIDTH, count_step, least_bytes
 from torch._subclasses.fake_tensor import FakeTensorMode

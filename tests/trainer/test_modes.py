@@ -9,8 +9,8 @@ from graft_lora.trainer.devices import read_device
 from graft_lora.trainer.families import FAMILIES
 from graft_lora.trainer.modes import COMPUTE_NEEDS, PRECISION_NEEDS, compute_dtypes, modes, precision_fault
 
-# Weight-only: the weights are dequantised before they are multiplied, so that no card lacks the hardware for any.
-ALL = ["fp32", "bf16", "fp8", "int8", "nf4"]
+# Stored so: weights can be dequantised before they are multiplied, so that no card lacks the hardware for any.
+ALL = ["fp32", "bf16", "fp8", "int8", "nf4", "as-stored"]
 # Card → compute dtype → the precisions that go with it.
 TABLE = {
     cards.T4: {"bf16": [], "fp32": ALL},
@@ -71,7 +71,7 @@ def test_a_family_forbids_a_mode(monkeypatch):
     found = modes(read_device(), Delicate())
     assert {name: fault for name, fault in found.items() if fault} == {
         "fp8": "Delicate is not to be trained in fp8: its modulation overflows; set [model] precision to one of fp32, "
-        "bf16, int8, nf4"
+        "bf16, int8, nf4, as-stored"
     }
 
 
@@ -80,5 +80,7 @@ def test_torchao_is_asked_for_by_what_needs_it_alone(monkeypatch):
     monkeypatch.setattr(probes, "precision_fault", lambda precision, device: asked.append(precision) or "broken")
     cards.insert(monkeypatch, None)
     device, family = read_device(), FAMILIES["krea2"]
-    assert [precision_fault(name, device, family) for name in ALL] == [None, None, "broken", "broken", "broken"]
+    assert [precision_fault(name, device, family) for name in ALL] == [
+        None, None, "broken", "broken", "broken", None,
+    ]  # fmt: skip
     assert asked == ["fp8", "int8", "nf4"]

@@ -27,7 +27,7 @@ from PIL import Image
 NAMES = [
     "dataset settings", "base", "output folder", "encoded folder", "device", "compute dtype", "model file", "variant",
     "family", "unconditional transformer", "targets", "caption dropout", "dataset", "precision", "optimizer",
-    "conditioning width", "disk space", "memory",
+    "conditioning width", "disk space", "memory", "8-bit compute",
 ]  # fmt: skip
 KREA2 = FAMILIES["krea2"]
 
@@ -104,6 +104,7 @@ def test_checks_that_cannot_be_made_say_what_stands_in_their_way(tmp_path, setti
         "conditioning width": f"{reason}model file",
         "disk space": f"{reason}targets, dataset, conditioning width",
         "memory": f"{reason}unconditional transformer, precision, disk space",
+        "8-bit compute": f"{reason}memory",
     }
 
 

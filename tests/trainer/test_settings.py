@@ -61,6 +61,8 @@ def test_values_arrive(tmp_path):
         ("[lora]\nalpha = inf", "alpha is infinite"),
         ("[lora]\nrank = 0", "rank is 0; wanted 1 to 4096"),
         ('[model]\nprecision = "int3"', "precision 'int3' is not known; choose one of auto, fp32, bf16"),
+        ('[model]\neight_bit_compute = "on"', "eight_bit_compute 'on' is not known; choose one of auto"),
+        ("[model]\neight_bit_compute = 1", "model.eight_bit_compute is 1; wanted bool or str"),
         ('[model]\ncompute_dtype = "fp16"', "compute_dtype 'fp16' is not known; choose one of bf16, fp32"),
         ('[model]\nfamily = "flux"', "family 'flux' is not known; choose one of krea2, ideogram4"),
         (
