@@ -334,6 +334,7 @@ def test_compile_is_said_and_never_off_in_silence(monkeypatch, settings):
 def test_compile_auto_on_a_card_follows_the_try(monkeypatch, settings, fault):
     cards.insert(monkeypatch, cards.RTX_3090)
     monkeypatch.setattr(probes, "compile_fault", lambda device: fault)
+    monkeypatch.setattr(probes, "precision_fault", lambda precision, device: None)
     found = check(changed(settings, "model", device=""), encoders(KREA2))
     assert found.settings.train.compile is (fault is None)
     assert found.compiled.endswith(fault or "compiled: it works on cuda")
