@@ -116,6 +116,8 @@ def train(checked: Checked, base: Base, previews: Previews | None, watcher: Watc
             )
     dropout = settings.dataset.caption_dropout and not base.family.image_only_pass
     empty = read_empty(settings.dataset.cache) if dropout else None
+    if checked.compiled:
+        watcher.say(checked.compiled)
     training, held_out, marks, saved = _data(checked, checked.samples, resume)
     with _room_for("the adapter"):
         begun = Run(settings, base, checked.device, training, held_out, marks, saved, previews, empty, watcher)

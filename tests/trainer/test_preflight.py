@@ -27,7 +27,7 @@ from PIL import Image
 NAMES = [
     "dataset settings", "base", "output folder", "encoded folder", "device", "compute dtype", "model file", "variant",
     "family", "unconditional transformer", "targets", "caption dropout", "dataset", "precision", "optimizer",
-    "conditioning width", "disk space", "memory", "8-bit compute",
+    "compile", "conditioning width", "disk space", "memory", "8-bit compute",
 ]  # fmt: skip
 KREA2 = FAMILIES["krea2"]
 
@@ -315,6 +315,29 @@ def test_auto_is_resolved_for_a_card_and_kept_by_a_resume(tmp_path, monkeypatch,
     monkeypatch.setattr(probes, "precision_fault", lambda precision, device: "torchao is a stub")
     with pytest.raises(SettingsError, match="the run was begun in nf4: torchao is a stub"):
         check(asked, encoders(KREA2), resume=True)
+
+
+def test_compile_is_said_and_never_off_in_silence(monkeypatch, settings):
+    found = check(settings, encoders(KREA2))
+    assert found.settings.train.compile is False
+    assert found.compiled.startswith("element-wise work is not compiled: on a CPU compiling takes minutes")
+    asked = changed(settings, "train", compile=True)
+    monkeypatch.setattr(probes, "compile_fault", lambda device: None)
+    found = check(asked, encoders(KREA2))
+    assert (found.settings.train.compile, found.compiled) == (True, "element-wise work is compiled: as set")
+    monkeypatch.setattr(probes, "compile_fault", lambda device: "compile needs Triton")
+    with pytest.raises(SettingsError, match="compile needs Triton"):
+        check(asked, encoders(KREA2))
+
+
+@pytest.mark.parametrize("fault", [None, "compile needs Triton"])
+def test_compile_auto_on_a_card_follows_the_try(monkeypatch, settings, fault):
+    cards.insert(monkeypatch, cards.RTX_3090)
+    monkeypatch.setattr(probes, "compile_fault", lambda device: fault)
+    monkeypatch.setattr(probes, "precision_fault", lambda precision, device: None)
+    found = check(changed(settings, "model", device=""), encoders(KREA2))
+    assert found.settings.train.compile is (fault is None)
+    assert found.compiled.endswith(fault or "compiled: it works on cuda")
 
 
 def test_more_checkpointed_blocks_than_there_are_are_refused(settings):
