@@ -341,6 +341,7 @@ def timed(name: str, compute: str, tokens: int, rounds: int, targets: Targets) -
                     f"| {precision} | {way} | {how} | {own:.2f} | {others:.2f} | {ratio:.2f}{mark} | {loss:.1e} | "
                     f"{gradient:.1e} |"
                 )
+                print(lines[-1], file=sys.stderr, flush=True)
         del pair
     if compute == "bf16" and any(flag in cpu_flags() for flag in INT8_FLAGS):
         ratio = min(fastest["int8"], fastest["fp8"]) / fastest[dense]
