@@ -133,6 +133,55 @@ KERNELS = {
 }
 
 
+# Kernels that gave something else than SDPA when they were tried.
+_REFUSED: set[tuple[str, SDPBackend]] = set()
+TRIED_LENGTH, TRIED_ERROR = 64, 0.05  # tokens; of the whole tensor, several times what bf16 rounds
+
+
+def try_kernels(device: torch.device, dtype: torch.dtype, head_width: int) -> list[str]:
+    """Tries each kernel of a device against SDPA's own backward; one that differs or fails is not used any more.
+
+    Returns:
+        A sentence for each of those: SDPA's own graph takes its place, which keeps more.
+    """
+    said = []
+    for key, kernel in KERNELS.items():
+        if (
+            key[0] == device.type
+            and key not in _REFUSED
+            and (fault := _fault(key[1], kernel, device, dtype, head_width))
+        ):
+            _REFUSED.add(key)
+            said.append(f"{key[1].name} keeps what SDPA itself would: its backward {fault} on {device}")
+    return said
+
+
+def _fault(
+    backend: SDPBackend, kernel: Kernel, device: torch.device, dtype: torch.dtype, head_width: int
+) -> str | None:
+    """What is wrong with a kernel; also None where SDPA would not choose it."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode(False), torch.enable_grad():
+        q, k, v, grad = (
+            torch.randn(1, 2, TRIED_LENGTH, head_width, generator=generator).to(device, dtype) for _ in range(4)
+        )
+        inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
+        try:
+            with sdpa_kernel([backend]):
+                out = _sdpa(q, k, v)
+                wanted = torch.autograd.grad(out, inputs, grad)
+        except RuntimeError:
+            return None  # not for this device, dtype or width
+        try:
+            with torch.no_grad():
+                made = kernel.forward(q, k, v, None)
+                found = kernel.backward(grad, q, k, v, None, made)
+        except (RuntimeError, TypeError, ValueError) as error:
+            return f"fails ({str(error).splitlines()[0]})"
+    worst = max(float((one - other).norm() / other.norm()) for one, other in zip(found, wanted, strict=True))
+    return None if worst < TRIED_ERROR else f"is {worst:.0%} off"
+
+
 def _kernel(q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, mask: Tensor | None) -> Kernel | None:
     """The kernel that SDPA would take, where it can be called so that little is kept; else None.
 
@@ -141,13 +190,17 @@ def _kernel(q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, mask: Tensor | None)
     device = q_BLHK.device.type
     if device == "cpu":
         # The one kernel for all shapes and masks here. Not asked, since tensors without data get another answer.
-        return KERNELS.get((device, SDPBackend.FLASH_ATTENTION)) if torch.backends.cuda.flash_sdp_enabled() else None
+        return _usable(device, SDPBackend.FLASH_ATTENTION) if torch.backends.cuda.flash_sdp_enabled() else None
     if mask is not None:
         return None
     # As many query heads as there are of the others: nothing has to be repeated to ask.
     q, k, v = _by_head(q_BLHK[:, :, : k_BLGK.shape[2]], k_BLGK, v_BLGK)
     choice = torch._fused_sdp_choice(q, k, v, mask, 0.0, False)
-    return KERNELS.get((device, SDPBackend(choice)))
+    return _usable(device, SDPBackend(choice))
+
+
+def _usable(device: str, backend: SDPBackend) -> Kernel | None:
+    return None if (device, backend) in _REFUSED else KERNELS.get((device, backend))
 
 
 class _Attention(torch.autograd.Function):

@@ -261,6 +261,10 @@ class Run:
             settings.dataset.caption_dropout,
             None if empty is None else self._after_trunk(empty),
         )
+        widths = {int(getattr(module, "head_width", 0)) for module in base.model.modules()} - {0}
+        for width in sorted(widths):
+            for fault in attention.try_kernels(self.session.device, base.model.compute_dtype, width):
+                self.say(fault)
         count = sum(parameter.numel() for parameter in self.session.parameters)
         self.say(f"rank {settings.lora.rank} on {len(self.session.targets)} Linears: {count:,} parameters")
         self.eight_bit = self._choose_eight_bit(device, saved)

@@ -60,6 +60,7 @@ class ModelSettings:
         blocks_on_cpu: so many of the transformer's blocks wait in main memory; `auto` for as few as fit.
         eight_bit_compute: multiply int8 and fp8 weights in 8 bits, activations and gradients being rounded to 8 bits
             per token, in place of dequantising; `auto` measures at the start of a run and does so where it is faster.
+            Off by default until it has been seen on a card.
     """
 
     path: str = ""
@@ -70,7 +71,7 @@ class ModelSettings:
     quantized_cache: str = ""
     allow_distilled: bool = False
     blocks_on_cpu: int | str = AUTO
-    eight_bit_compute: bool | str = AUTO
+    eight_bit_compute: bool | str = False
 
     def __post_init__(self) -> None:
         if isinstance(self.eight_bit_compute, str):

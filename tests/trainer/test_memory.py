@@ -281,3 +281,33 @@ def test_blocks_below_the_first_adapted_one_keep_nothing_and_have_no_backward(fo
     assert dequantised[0] == 0 < dequantised[1]
     # One block's share less.
     assert kept[0] < kept[1]
+
+
+# --- kernels are tried before they are relied on ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kernel_that_is_sdpas_own_is_used(dtype):
+    assert attention.try_kernels(torch.device("cpu"), dtype, 128) == []
+
+
+@pytest.mark.parametrize(("breaks", "word"), [("forward", "% off"), ("backward", "fails (no such operator)")])
+def test_a_kernel_that_differs_or_fails_is_said_and_not_used(folder, family_name, monkeypatch, breaks, word):
+    base = tiny.loaded(folder, family_name)
+    adapt(base)
+    wanted = step(base, family_name, WAYS["slim"])
+    key = ("cpu", attention.SDPBackend.FLASH_ATTENTION)
+    kernel = attention.KERNELS[key]
+
+    def broken(*args):
+        if breaks == "backward":
+            raise RuntimeError("no such operator")
+        out, lse = kernel.forward(*args)
+        return out, lse + 0.5
+
+    monkeypatch.setattr(attention, "_REFUSED", set())
+    monkeypatch.setitem(attention.KERNELS, key, kernel._replace(**{breaks: broken}))
+    (said,) = attention.try_kernels(torch.device("cpu"), torch.float32, 128)
+    assert word in said
+    assert attention.try_kernels(torch.device("cpu"), torch.float32, 128) == []  # said once
+    assert_same(step(base, family_name, WAYS["slim"]), wanted)
