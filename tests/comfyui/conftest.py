@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))  # for `server` and `page`
+
 
 @pytest.fixture(scope="session")
 def comfy():

@@ -153,10 +153,10 @@ def test_a_run_is_plotted_and_one_that_is_gone_is_said(graph, trained):
 
 
 def test_a_card_of_a_size_is_estimated(graph):
-    table = graph.run("GraftEstimateMemory", family="krea2", card_gb=24.0)[0]
+    table = graph.run("GraftEstimateMemory", family="krea2", card_gb=24.0, precision="nf4")[0]
     assert "| Krea 2 | 24 GB |" in table
     assert table.count("\n") == 2
-    assert "12 GB" in graph.run("GraftEstimateMemory")[0]
+    assert "12 GB" in graph.run("GraftEstimateMemory", family="krea2", precision="nf4")[0]
 
 
 def test_the_curve_while_training_shows_one_loss_as_well_as_thousands(graph):

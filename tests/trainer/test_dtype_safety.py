@@ -28,6 +28,12 @@ CASES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _slim_however_small(monkeypatch):
+    """Blocks of tiny models are slim too."""
+    monkeypatch.setattr(memory, "SMALL", 0)
+
+
 @pytest.fixture
 def seen(monkeypatch):
     """The dtypes of q, k and v at every call of SDPA, or of the kernel that it would choose."""

@@ -26,6 +26,12 @@ WAYS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _slim_however_small(monkeypatch):
+    """Blocks of tiny models are slim too."""
+    monkeypatch.setattr(memory, "SMALL", 0)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("bases")
@@ -311,3 +317,15 @@ def test_a_kernel_that_differs_or_fails_is_said_and_not_used(folder, family_name
     assert word in said
     assert attention.try_kernels(torch.device("cpu"), torch.float32, 128) == []  # said once
     assert_same(step(base, family_name, WAYS["slim"]), wanted)
+
+
+def test_a_small_block_keeps_what_it_has(folder, family_name, monkeypatch):
+    """Making it again would cost more time than the memory is worth; the numbers are the same."""
+    base = tiny.loaded(folder, family_name)
+    adapt(base)
+    wanted = step(base, family_name, WAYS["slim"])
+    monkeypatch.setattr(memory, "SMALL", 2**19)
+    calls = []
+    monkeypatch.setattr(memory, "checkpoint", lambda *args, **kwargs: calls.append(args))
+    assert_same(step(base, family_name, WAYS["slim"]), wanted)
+    assert calls == []

@@ -8,7 +8,7 @@ import functools
 import pytest
 import tiny
 import torch
-from graft_lora.trainer import adapters, plan
+from graft_lora.trainer import adapters, memory, plan
 from graft_lora.trainer.adapters import LoraSettings
 from graft_lora.trainer.base_model import load_base
 from graft_lora.trainer.errors import SettingsError
@@ -21,6 +21,13 @@ from graft_lora.trainer.sampling import sample
 from graft_lora.trainer.settings import AUTO, TrainSettings
 from graft_lora.trainer.text_trunk import TextTrunk
 from torch import nn
+
+
+@pytest.fixture(autouse=True)
+def _slim_however_small(monkeypatch):
+    """Blocks of tiny models are slim too, as those of published size are."""
+    monkeypatch.setattr(memory, "SMALL", 0)
+
 
 BLOCKS = 4
 # Large enough that activations weigh as much as weights, as they do at full size.
@@ -125,11 +132,10 @@ def test_one_recomputing_block_is_not_taken_for_true(family_name):
     assert peaks[1] > peaks[0] == peaks[2]
 
 
-def test_each_block_that_recomputes_takes_less_and_the_last_one_changes_nothing():
+def test_each_block_that_recomputes_takes_less():
     peaks = [predict(workload("krea2", blocks=6, checkpointing=number)).device for number in range(7)]
     assert peaks == sorted(peaks, reverse=True)
     assert len(set(peaks[:6])) == 6
-    assert peaks[6] == pytest.approx(peaks[5], rel=1e-3)
 
 
 @pytest.mark.parametrize("number", ["4", "[04]"])

@@ -101,6 +101,7 @@ def test_checks_that_cannot_be_made_say_what_stands_in_their_way(tmp_path, setti
         "dataset": f"{reason}model file",
         "precision": f"{reason}device, model file",
         "optimizer": f"{reason}device",
+        "compile": f"{reason}device",
         "conditioning width": f"{reason}model file",
         "disk space": f"{reason}targets, dataset, conditioning width",
         "memory": f"{reason}unconditional transformer, precision, disk space",

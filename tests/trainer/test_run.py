@@ -368,7 +368,12 @@ def test_settings_are_written_as_they_were_with_nothing_left_to_auto(tmp_path, p
     kept = json.loads((result.folder / "config.json").read_text())
     asked = settings_of(tmp_path)
     assert asked.model.blocks_on_cpu == "auto"
-    asked = dataclasses.replace(asked, model=dataclasses.replace(asked.model, blocks_on_cpu=0))
+    assert asked.train.compile == "auto"
+    asked = dataclasses.replace(
+        asked,
+        model=dataclasses.replace(asked.model, blocks_on_cpu=0),
+        train=dataclasses.replace(asked.train, compile=False),
+    )
     assert kept == json.loads(json.dumps(dataclasses.asdict(asked)))
 
 
