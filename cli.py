@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .lora_convert.convert import Report
@@ -107,7 +107,9 @@ def _convert(parsed: argparse.Namespace) -> int:
     options = {"rank": parsed.rank, "dtype": parsed.dtype, "bake": parsed.bake, "force": parsed.force}
     options["skip_unknown"] = parsed.skip_unknown
     if parsed.base:
-        options |= _base(parsed.base)
+        from .trainer.checkpoints import converter_options
+
+        options |= converter_options(parsed.base)
     if parsed.report:
         _check_report(parsed.report, parsed.source, parsed.target, parsed.force)
     results: dict[str, Report | Exception] = {}
@@ -142,29 +144,11 @@ def _check_report(report: Path, source: Path, target: Path, force: bool) -> None
         raise FileExistsError(f"{report} exists already; give another name, or --force to replace it")
 
 
-def _base(path: Path) -> dict[str, Any]:
-    """Sizes and weights of a base, for the converter."""
-    from .lora_convert.sizes import Sizes
-    from .trainer.checkpoints import open_model_file
-
-    file = open_model_file(path)
-    # A name of the converter is a module's, or that of a parameter which is no module's weight.
-    weights = {name.removesuffix(".weight"): name for name in file.shapes}
-    return {
-        "sizes": Sizes.of(file.family.name, file.shapes),
-        "base": lambda module: file.tensor(weights[module]).float(),
-    }
-
-
 def _said(name: str, report: Report) -> str:
-    worst = report.worst
-    lines = [f"{name}: {report.family}, {report.producer} ({report.source_layout}) → {report.layout}"]
-    lines.append(
-        f"  {len(report.modules)} modules compared, the worst differs by "
-        + (f"{worst.difference:.1e} ({worst.name})" if worst else "nothing")
-    )
+    first, *others = report.lines()
+    lines = [f"{name}: {first}", *(f"  {line}" for line in others)]
     if report.truncation is not None:
-        lines.append(f"  the chosen rank costs {report.truncation:.2%} of the whole; by module:")
+        lines[-1] += "; by module:"
         lines += [f"    {m.name}: {m.truncation:.2%}" for m in report.modules if m.truncation is not None]
     lines += [f"  {note}" for note in report.notes]
     return "\n".join([*lines, *(f"    left out: {key}" for key in report.left_out)])
@@ -183,8 +167,9 @@ def _write_report(path: Path, results: Mapping[str, Report | Exception]) -> None
 
 def _inspect(parsed: argparse.Namespace) -> None:
     from .lora_convert.inspect import inspect_file
+    from .trainer.checkpoints import converter_options
 
-    found = inspect_file(parsed.file, _base(parsed.base)["sizes"] if parsed.base else None)
+    found = inspect_file(parsed.file, converter_options(parsed.base)["sizes"] if parsed.base else None)
     print(json.dumps(found.as_dict(), indent=2, ensure_ascii=False) if parsed.json else found.text())
 
 

@@ -89,6 +89,18 @@ class Report:
         """The module that differs most."""
         return max(self.modules, key=lambda module: module.difference, default=None)
 
+    def lines(self) -> list[str]:
+        """What was converted, how exact it is, and where a rank was chosen, what that costs as a whole."""
+        worst = self.worst
+        lines = [
+            f"{self.family}, {self.producer} ({self.source_layout}) → {self.layout}",
+            f"{len(self.modules)} modules compared, the worst differs by "
+            + (f"{worst.difference:.1e} ({worst.name})" if worst else "nothing"),
+        ]
+        if self.truncation is not None:
+            lines.append(f"the chosen rank costs {self.truncation:.2%} of the whole")
+        return lines
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)

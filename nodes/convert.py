@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from comfy_api.latest import io, ui
 
 from ..lora_convert import LAYOUTS, convert_file, inspect_file
-from ..lora_convert.convert import DTYPES, Report
+from ..lora_convert.convert import DTYPES
 from ..trainer.errors import SettingsError
 from . import host
 from .bases import NONE, base_input, base_options
 from .guard import guarded
 from .kinds import CATEGORY
-from .lora import AS_IT_IS, free, lora_target
+from .lora import AS_IT_IS, OfLoraFile, free, lora_target
 
 
-class ConvertLora(io.ComfyNode):
+class ConvertLora(OfLoraFile):
     """A LoRA file in another layout."""
 
     @classmethod
@@ -85,11 +83,6 @@ class ConvertLora(io.ComfyNode):
             return str(error)
 
     @classmethod
-    def fingerprint_inputs(cls, lora_name: str | None, **_others: Any) -> str:
-        """Changes with the file, which may be written anew under its name."""
-        return "" if lora_name is None else host.file_mark(host.lora_path(lora_name))
-
-    @classmethod
     @guarded
     def execute(
         cls,
@@ -115,25 +108,12 @@ class ConvertLora(io.ComfyNode):
             force=overwrite,
             **base_options(base),
         )
-        text = conversion_text(report)
+        text = "\n".join([*report.lines(), *report.notes])
         host.show_text(cls.hidden.unique_id, f"{target}\n{text}")
         return io.NodeOutput(str(target), text, ui=ui.PreviewText(text))
 
 
-def conversion_text(report: Report) -> str:
-    """What a conversion did, in a few lines."""
-    worst = report.worst
-    lines = [
-        f"{report.family}, {report.producer} ({report.source_layout}) → {report.layout}",
-        f"{len(report.modules)} modules compared, the worst differs by "
-        + (f"{worst.difference:.1e} ({worst.name})" if worst else "nothing"),
-    ]
-    if report.truncation is not None:
-        lines.append(f"the chosen rank costs {report.truncation:.2%} of the whole")
-    return "\n".join([*lines, *report.notes])
-
-
-class InspectLora(io.ComfyNode):
+class InspectLora(OfLoraFile):
     """What a LoRA file holds."""
 
     @classmethod
@@ -155,11 +135,6 @@ class InspectLora(io.ComfyNode):
             outputs=[io.String.Output(display_name="report", tooltip="Everything found, as text.")],
             hidden=[io.Hidden.unique_id],
         )
-
-    @classmethod
-    def fingerprint_inputs(cls, lora_name: str | None, **_others: Any) -> str:
-        """Changes with the file, which may be written anew under its name."""
-        return "" if lora_name is None else host.file_mark(host.lora_path(lora_name))
 
     @classmethod
     @guarded

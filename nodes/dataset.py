@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from comfy_api.latest import io, ui
 from torch import Tensor
 
 from ..trainer.errors import DatasetError, some
 from ..trainer.families import FAMILIES, Family
+from ..trainer.tensor_files import add_tensor
 from . import host
 from .guard import guarded
 from .kinds import CATEGORY, Conditioning, Dataset, EncodedDataset, PictureFolder, Pictures
@@ -130,13 +130,13 @@ class ImageFolder(io.ComfyNode):
         held_out: int,
     ) -> io.NodeOutput:
         from ..trainer.pictures import read_folder
+        from ..trainer.samples import check_held_out
 
         path = _folder(folder)
         # Structured captions pass here if any family takes them; Encode Dataset, which knows the family, looks again.
         structured = next((family for family in FAMILIES.values() if family.json_captions), None)
         pictures = read_folder(path, structured, trigger.strip(), default_caption.strip())
-        if held_out >= len(pictures):
-            raise DatasetError(f"held_out is {held_out} of {len(pictures)} pictures: nothing would be left to train on")
+        check_held_out(held_out, len(pictures), "pictures")
         report = _report(pictures, resolution)
         host.show_text(cls.hidden.unique_id, report)
         sheet = to_image(thumbnails([picture.path for picture in pictures]))
@@ -339,7 +339,7 @@ class DatasetFromLatents(io.ComfyNode):
         captions: list[str] | None = None,
         empty: list[Conditioning] | None = None,
     ) -> io.NodeOutput:
-        from ..trainer.samples import Sample, write_empty, write_sample
+        from ..trainer.samples import Sample, check_held_out, write_empty, write_sample
 
         file = host.hosted_base(model[0]).file
         family, width = file.family, file.family.conditioning_width(file.config)
@@ -350,8 +350,7 @@ class DatasetFromLatents(io.ComfyNode):
             )
         if captions and len(captions) != len(pictures):
             raise DatasetError(f"there are {len(pictures)} latents and {len(captions)} captions; wanted one for each")
-        if held_out[0] >= len(pictures):
-            raise DatasetError(f"held_out is {held_out[0]} of {len(pictures)}: nothing would be left to train on")
+        check_held_out(held_out[0], len(pictures), "latents")
         samples = []
         for index, (picture, entry) in enumerate(zip(pictures, conditioning, strict=True)):
             tokens = host.conditioning_tensor(entry, f"conditioning {index + 1}", width)
@@ -392,6 +391,6 @@ def _normalised(entry: dict[str, Any], family: Family) -> list[Tensor]:
 def _digest(tensors: list[Tensor]) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(str(tensor.dtype).encode())
+        add_tensor(digest, tensor)
     return digest.hexdigest()

@@ -11,11 +11,10 @@ from ..lora_convert.errors import LoraError
 from ..trainer.errors import GraftError
 from ..trainer.families import FAMILIES
 from ..trainer.quantization import PRECISIONS
+from ..trainer.settings import AUTO
 from . import host
 from .guard import for_graph, guarded
 from .kinds import CATEGORY
-
-AUTO = "auto"
 
 
 class LoadModel(io.ComfyNode):

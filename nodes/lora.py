@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from ..lora_convert import LAYOUTS, Sizes, convert_state, open_lora, read_lora, 
 from ..lora_convert.convert import DTYPES
 from ..trainer.errors import SettingsError, some
 from . import host
-from .bases import NONE, base_input, base_options, options_of
+from .bases import NONE, base_input, base_options
 from .guard import guarded
 from .kinds import CATEGORY, LoraModel, Run, RunHandle
 
@@ -21,7 +20,16 @@ AS_IT_IS = "as it is"
 STRENGTH = {"default": 1.0, "min": -10.0, "max": 10.0, "step": 0.05}
 
 
-class LoadLora(io.ComfyNode):
+class OfLoraFile(io.ComfyNode):
+    """A node whose input `lora_name` is a file of ComfyUI's list of LoRAs."""
+
+    @classmethod
+    def fingerprint_inputs(cls, lora_name: str | None, **_others: Any) -> str:
+        """Changes with the file, which may be written anew under its name."""
+        return "" if lora_name is None else host.file_mark(host.lora_path(lora_name))
+
+
+class LoadLora(OfLoraFile):
     """A LoRA file of any producer on a model."""
 
     @classmethod
@@ -50,11 +58,6 @@ class LoadLora(io.ComfyNode):
             ],
             hidden=[io.Hidden.unique_id],
         )
-
-    @classmethod
-    def fingerprint_inputs(cls, lora_name: str | None, **_others: Any) -> str:
-        """Changes with the file, which may be written anew under its name."""
-        return "" if lora_name is None else host.file_mark(host.lora_path(lora_name))
 
     @classmethod
     @guarded
@@ -164,10 +167,13 @@ class SaveLora(io.ComfyNode):
     def execute(
         cls, lora: RunHandle | dict[str, Any], name: str, layout: str, dtype: str, overwrite: bool, base: str = NONE
     ) -> io.NodeOutput:
+        from ..trainer.checkpoints import converter_options
+
         options = base_options(base)
         if isinstance(lora, RunHandle):
             state, metadata = open_lora(lora.lora)
-            options = options or options_of(_base_of(lora.folder))
+            if not options and (trained_on := _base_of(lora.folder)):
+                options = converter_options(trained_on)
         else:
             state, metadata = lora, {}
         target = lora_target(name)
@@ -184,11 +190,10 @@ class SaveLora(io.ComfyNode):
 
 def _base_of(run: Path) -> Path | None:
     """The base that a run was trained on, if its file is still there."""
-    config = run / "config.json"
-    if not config.is_file():
-        return None
-    path = Path(json.loads(config.read_text(encoding="utf-8"))["model"]["path"])
-    return path if path.exists() else None
+    from ..trainer.settings import CONFIG, resume_settings
+
+    path = Path(resume_settings(run).model.path) if (run / CONFIG).is_file() else None
+    return path if path is not None and path.exists() else None
 
 
 def lora_target(name: str) -> Path:

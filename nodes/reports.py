@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from comfy_api.latest import io, ui
@@ -11,18 +9,19 @@ from comfy_api.latest import io, ui
 from ..trainer.errors import DatasetError, GraftError
 from ..trainer.families import FAMILIES
 from ..trainer.quantization import FORMATS
+from ..trainer.settings import AUTO
 from . import host
 from .guard import for_graph, guarded
 from .kinds import CATEGORY, EncodedDataset, PreviewRequest, Run, RunHandle
 from .pictures import loss_plot_image
-from .runs import begin, name_fault, previews, run_settings
-from .train import run_inputs
+from .runs import begin, previews
+from .train import OfRun, run_inputs
 
-AUTO, BOTH = "auto", "both"
+BOTH = "both"
 MARKS = {True: "✓", False: "✗", None: "–"}
 
 
-class CheckRun(io.ComfyNode):
+class CheckRun(OfRun):
     """Every check of a run, before anything is loaded."""
 
     @classmethod
@@ -46,11 +45,6 @@ class CheckRun(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, name: str | None) -> bool | str:
-        """A name that can be a folder's."""
-        return True if name is None else name_fault(name) or True
-
-    @classmethod
     @guarded
     def execute(
         cls,
@@ -64,12 +58,8 @@ class CheckRun(io.ComfyNode):
     ) -> io.NodeOutput:
         from ..trainer.preflight import verdicts
 
-        def settings_in(folder: Path) -> Any:
-            return run_settings(model, dataset, folder, lora_settings, train_settings, preview)
-
-        shown = preview is not None
-        settings, continuing, note = begin(name, resume, settings_in, shown)
-        found = verdicts(settings, None, continuing, memory=host.memory(), previews=shown)
+        begun = begin(resume, model, dataset, name, lora_settings, train_settings, preview)
+        found = verdicts(begun.settings, None, begun.resume, memory=host.memory(), previews=preview is not None)
         if preview is not None:
             found.append(_previews(preview, model, dataset))
         wrong = sum(verdict.ok is False for verdict in found)
@@ -77,7 +67,8 @@ class CheckRun(io.ComfyNode):
             f"{wrong} of {len(found)} checks failed" if wrong else f"All {len(found)} checks passed: it can be trained"
         )
         lines = [f"{MARKS[verdict.ok]} {verdict.name}: {for_graph(verdict.message)}" for verdict in found]
-        text = "\n".join([head, *lines, *(f"{MARKS[None]} {said}" for said in [note, *host.option_notes()] if said)])
+        notes = [f"{MARKS[None]} {note}" for note in (begun.note, *host.option_notes()) if note]
+        text = "\n".join([head, *lines, *notes])
         host.show_text(cls.hidden.unique_id, text)
         return io.NodeOutput(model, text, ui=ui.PreviewText(text))
 
@@ -176,11 +167,13 @@ class PlotLoss(io.ComfyNode):
     @classmethod
     @guarded
     def execute(cls, run: RunHandle) -> io.NodeOutput:
-        path = run.folder / "log.jsonl"
+        from ..trainer.run import LOG, logged
+
+        path = run.folder / LOG
         if not path.is_file():
             raise DatasetError(f"{path} is not there: the run's folder was moved or removed")
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+        lines = logged(path)
         if not lines:
             raise DatasetError(f"{path} is empty: the run has not made a step yet")
-        plot = loss_plot_image([json.loads(line)["loss"] for line in lines], run.folder.name)
+        plot = loss_plot_image([line["loss"] for line in lines], run.folder.name)
         return io.NodeOutput(plot, ui=ui.PreviewImage(plot, cls=cls))

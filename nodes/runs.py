@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,42 +53,55 @@ class Begun(NamedTuple):
         settings: its own, with its folder.
         resume: it is there and goes on.
         note: what the user should know of that choice; empty for nothing.
+        checked: what the checks found, where the choice needed them.
     """
 
     settings: Any
     resume: bool
-    note: str
+    note: str = ""
+    checked: Any = None
 
 
-def begin(name: str, how: str, settings_in: Callable[[Path], Any], encoded_previews: bool) -> Begun:
+def begin(
+    how: str,
+    model: Any,
+    dataset: EncodedDataset,
+    name: str,
+    lora: Any = None,
+    train: Any = None,
+    preview: PreviewRequest | None = None,
+) -> Begun:
     """The run of a name: a new one, the last one, or with `EITHER` the last one where it is the same, else a new one.
 
     ComfyUI forgets a node's outputs when another workflow runs, and with the program: without `EITHER` an unchanged
     graph would then train anew for hours.
 
     Args:
-        name: of the run.
         how: one of `EITHER`, `NEW` and `CONTINUE`.
-        settings_in: the run's settings, given its folder.
-        encoded_previews: see `preflight.check`.
+        name: of the run.
+        model, dataset, lora, train, preview: see `run_settings`.
     """
     from ..trainer.preflight import check
     from ..trainer.run import difference
 
+    def settings_in(folder: Path) -> Any:
+        return run_settings(model, dataset, folder, lora, train, preview)
+
     if how != EITHER:
-        return Begun(settings_in(run_folder(name, how)), how == CONTINUE, "")
+        return Begun(settings_in(run_folder(name, how)), how == CONTINUE)
     new = run_folder(name, NEW)
     try:
         last = run_folder(name, CONTINUE)
     except SettingsError:
-        return Begun(settings_in(new), False, "")
+        return Begun(settings_in(new), False)
     settings = settings_in(last)
     try:
-        other = difference(check(settings, None, True, memory=host.memory(), previews=encoded_previews))
+        checked = check(settings, None, True, memory=host.memory(), previews=preview is not None)
+        other = difference(checked)
     except (GraftError, OSError) as error:
         other = str(error)
     if not other:
-        return Begun(settings, True, f"going on with the run in {last}")
+        return Begun(settings, True, f"going on with the run in {last}", checked)
     return Begun(settings_in(new), False, f"a new run in {new.name}, since it is not the one in {last.name}: {other}")
 
 

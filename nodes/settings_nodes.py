@@ -12,11 +12,10 @@ from ..trainer.lora_settings import KINDS, LoraSettings
 from ..trainer.objective import DISTRIBUTIONS
 from ..trainer.optimizers import OPTIMIZERS
 from ..trainer.schedule import SCHEDULES
-from ..trainer.settings import SAVE_DTYPES, TrainSettings
+from ..trainer.settings import AUTO, SAVE_DTYPES, TrainSettings
 from .guard import guarded
 from .kinds import CATEGORY, LoraSettingsKind, Preview, PreviewRequest, TrainSettingsKind
 
-AUTO = "auto"
 SWITCH: dict[str, bool | str] = {AUTO: AUTO, "on": True, "off": False}
 PRESETS = tuple(dict.fromkeys(preset for family in FAMILIES.values() for preset in family.presets))
 MOST_PROMPTS = 8

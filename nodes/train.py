@@ -28,12 +28,11 @@ from .kinds import (
     TrainSettingsKind,
 )
 from .pictures import loss_curve, read_image
-from .runs import CONTINUE, EITHER, NEW, begin, name_fault, previews, run_settings
+from .runs import CONTINUE, EITHER, NEW, begin, name_fault, previews
 
 log = logging.getLogger(__name__)
 
 REDRAW = 2.0  # seconds between two drawings of the loss curve
-RECENT = 20  # steps over which loss and speed are averaged
 
 
 def run_inputs() -> list[Any]:
@@ -63,7 +62,16 @@ def run_inputs() -> list[Any]:
     ]
 
 
-class Train(io.ComfyNode):
+class OfRun(io.ComfyNode):
+    """A node with `run_inputs`."""
+
+    @classmethod
+    def validate_inputs(cls, name: str | None) -> bool | str:
+        """A name that can be a folder's."""
+        return True if name is None else name_fault(name) or True
+
+
+class Train(OfRun):
     """A run, from the checks to the LoRA."""
 
     @classmethod
@@ -90,11 +98,6 @@ class Train(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, name: str | None) -> bool | str:
-        """A name that can be a folder's."""
-        return True if name is None else name_fault(name) or True
-
-    @classmethod
     @guarded
     def execute(
         cls,
@@ -112,15 +115,14 @@ class Train(io.ComfyNode):
         from ..trainer.watcher import STOP
 
         node = cls.hidden.unique_id
-
-        def settings_in(folder: Path) -> Any:
-            return run_settings(model, dataset, folder, lora_settings, train_settings, preview)
-
-        settings, continuing, note = begin(name, resume, settings_in, preview is not None)
+        settings, continuing, note, checked = begin(
+            resume, model, dataset, name, lora_settings, train_settings, preview
+        )
         if note:
             tell(node, note)
         shown = None if preview is None else previews(preview, model, dataset)
-        checked = check(settings, None, continuing, memory=host.memory(), previews=shown is not None)
+        if checked is None:
+            checked = check(settings, None, continuing, memory=host.memory(), previews=shown is not None)
         guides = [] if preview is None or preview.unconditional is None else [preview.unconditional]
         with host.training(model, node, *guides) as finish:
             host.free_others(model, *guides)
@@ -170,7 +172,7 @@ def graph_watcher(node: str | None, steps: int, finish: threading.Event) -> Any:
         steps: of the run.
         finish: an event that the button "Finish now" sets.
     """
-    from ..trainer.watcher import FINISH, STOP, Watcher
+    from ..trainer.watcher import FINISH, STOP, Watcher, recent
 
     class GraphWatcher(Watcher):
         """Progress bar, preview picture and text of the node; ComfyUI's Stop and the button are its wishes."""
@@ -191,10 +193,8 @@ def graph_watcher(node: str | None, steps: int, finish: threading.Event) -> Any:
             tell(node, sentence)
 
         def stepped(self, entry: Any, total: int, losses: Sequence[float]) -> None:
-            self.seconds = [*self.seconds[1 - RECENT :], entry.seconds]
-            speed = sum(self.seconds) / len(self.seconds)
-            recent = losses[-RECENT:]
-            host.show_text(node, progress_text(entry.step, total, sum(recent) / len(recent), speed))
+            self.seconds.append(entry.seconds)
+            host.show_text(node, progress_text(entry.step, total, recent(losses), recent(self.seconds)))
             picture, self.picture = self.picture, None
             if not self.previews and (time.monotonic() - self.drawn > REDRAW or entry.step == total):
                 self.drawn = time.monotonic()

@@ -11,6 +11,7 @@ from graft_lora.trainer.base_model import Base, load_base
 from graft_lora.trainer.families import FAMILIES, Transformer
 from graft_lora.trainer.families.ideogram4 import IMAGE_POSITION, Ideogram4Config, from_tokens, to_tokens
 from graft_lora.trainer.families.krea2 import Krea2Config, patchify, unpatchify
+from graft_lora.trainer.lora_settings import LoraSettings
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -53,6 +54,16 @@ def loaded(folder: Path, name: str, precision: str = "int8", compute: str = "fp3
     if not path.exists():
         write(build(name), path)
     return load_base(path, precision, compute)
+
+
+def adapt(base: Base, settings: LoraSettings, name: str = "a") -> None:
+    """Puts an adapter on the base, with weights as after some training."""
+    targets = adapters.resolve_targets(base.family, adapters.linears(base.model), settings)
+    adapters.inject(base.model, name, settings, targets, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(1)
+        for weight in adapters.parameters(base.model, name):
+            weight += 0.1 * torch.randn(weight.shape, generator=generator)
 
 
 def dtypes_in_training(base: Base, adapter: str) -> list[tuple[torch.dtype, torch.dtype]]:

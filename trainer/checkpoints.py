@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..lora_convert.sizes import Sizes
 from .errors import (
     CheckpointError,
     MisshapedKeysError,
@@ -444,3 +445,18 @@ def _try_to_open(path: Path) -> None:
             pass
     except SafetensorError as error:
         raise NotAModelFileError(f"{path.name} is damaged ({error}); download it again") from error
+
+
+def converter_options(path: str | Path) -> dict[str, Any]:
+    """What `lora_convert` is told about a base: its sizes, and its weights in fp32, each read when it is asked for.
+
+    Raises:
+        CheckpointError: the file is no base.
+    """
+    file = open_model_file(path)
+    # A name of the converter is a module's, or that of a parameter which is no module's weight.
+    weights = {name.removesuffix(".weight"): name for name in file.shapes}
+    return {
+        "sizes": Sizes.of(file.family.name, file.shapes),
+        "base": lambda module: file.tensor(weights[module]).float(),
+    }

@@ -65,6 +65,14 @@ def chosen_device(device: str) -> torch.device:
     return place
 
 
+def ran_out_of_memory(error: RuntimeError) -> bool:
+    """Whether that is what torch's error says: of the device, or of main memory that is pinned for it.
+
+    `torch.OutOfMemoryError` is one; a failed pinning has no kind of its own.
+    """
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+
+
 def host_memory() -> Memory:
     """The host's memory; free is what can be had without swapping."""
     memory = psutil.virtual_memory()

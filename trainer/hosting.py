@@ -19,7 +19,7 @@ from . import adapters, as_stored, modes, plan
 from .applied import AppliedLora, applied
 from .base_model import Base, choose_blocks, compute_dtype_of, load_base
 from .checkpoints import ModelFile
-from .devices import Memory, host_memory, read_device
+from .devices import Memory, host_memory, ran_out_of_memory, read_device
 from .errors import DoesNotFitError, SettingsError, TrainingError, first_line
 from .families import Transformer
 from .offload import BlocksOnCPU, slots_bytes
@@ -436,7 +436,7 @@ def _forget(reference: weakref.ref[HostedBase], adapter: str) -> None:
 
 def _no_room(error: RuntimeError, file: ModelFile) -> Exception:
     """Torch's own error, or in its place, where memory ran out, what to do."""
-    if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+    if not ran_out_of_memory(error):
         return error
     return TrainingError(
         f"out of memory while loading {file.path.name} ({first_line(error)}); choose a lower precision or more "

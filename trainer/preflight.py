@@ -22,7 +22,17 @@ from .devices import Device, Memory, host_memory, read_device
 from .errors import DatasetError, GraftError, SettingsError
 from .pictures import CaptionedPicture, read_folder
 from .quantization import AS_STORED
-from .samples import Cache, Encoders, PlacedPicture, Sample, has_empty, place_pictures, read_samples, unencoded
+from .samples import (
+    Cache,
+    Encoders,
+    PlacedPicture,
+    Sample,
+    check_held_out,
+    has_empty,
+    place_pictures,
+    read_samples,
+    unencoded,
+)
 from .settings import AUTO, RunSettings
 
 
@@ -394,11 +404,6 @@ def _dataset(subject: _Subject) -> str:
     check_held_out(dataset.held_out, len(subject.pictures))
     subject.placed = place_pictures(subject.pictures, file.family, dataset.resolution)
     return f"{len(subject.pictures)} pictures in {len({entry.size for entry in subject.placed})} buckets"
-
-
-def check_held_out(held_out: int, count: int) -> None:
-    if held_out >= count:
-        raise DatasetError(f"held_out is {held_out} of {count} samples: nothing would be left to train on")
 
 
 def _conditioning_width(subject: _Subject) -> str:

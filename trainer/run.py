@@ -20,13 +20,13 @@ from torch import Tensor
 from ..lora_convert import atomic_file
 from . import adapters, attention, eight_bit_choice, state
 from .base_model import Base, load_base
-from .devices import Device
+from .devices import Device, ran_out_of_memory
 from .errors import SettingsError, StoppedError, TrainingError, first_line
 from .evaluate import held_out_loss
 from .loop import StepLog, TrainSession
 from .plots import loss_plot, preview_grid, stack
-from .preflight import Checked, check, check_held_out, encoded_folder
-from .samples import Cache, Encoders, Sample, encode_pictures, read_empty
+from .preflight import Checked, check, encoded_folder
+from .samples import Cache, Encoders, Sample, check_held_out, encode_pictures, read_empty
 from .sampling import sample
 from .settings import CONFIG, RunSettings
 from .text_trunk import TextTrunk
@@ -130,12 +130,12 @@ def difference(checked: Checked) -> str:
     Args:
         checked: what `preflight.check` found with `resume`, of a dataset that is encoded.
     """
+    *_, marks, _ = _data(checked, checked.samples, resume=False)
     try:
-        *_, saved = _data(checked, checked.samples, resume=True)
+        done = state.steps_done(Path(checked.settings.output).resolve() / "state", marks)
     except SettingsError as error:
         return str(error)
-    assert saved is not None
-    done, steps = saved["session"]["done"], checked.settings.train.steps
+    steps = checked.settings.train.steps
     return f"{done} steps are done, wanted {steps}" if done > steps else ""
 
 
@@ -195,8 +195,8 @@ def _room_for(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:  # torch.OutOfMemoryError is one; a failed pinning has no kind of its own
-        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+    except RuntimeError as error:
+        if not ran_out_of_memory(error):
             raise
         raise TrainingError(
             f"out of memory while making room for {what} ({first_line(error)}); close what else uses the memory, or "
@@ -221,6 +221,15 @@ def read_dataset(settings: RunSettings, checked: Checked, encoders: Encoders | N
 def cache_of(settings: RunSettings) -> Cache:
     """Where encoded tensors are kept: nowhere for samples that came encoded."""
     return Cache(encoded_folder(settings))
+
+
+def logged(path: Path) -> list[dict[str, float]]:
+    """What a log of a run holds so far; nothing where it is not there yet."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    # A kill may have left the last line unfinished.
+    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 class Run:
@@ -302,20 +311,11 @@ class Run:
         self.best = saved["extra"]["best"]
         # What was logged after that state will be done, and logged, again.
         for name in (LOG, HELD_OUT):
-            lines = [line for line in self._lines(name) if line["step"] <= self.session.done]
+            lines = [line for line in logged(self.folder / name) if line["step"] <= self.session.done]
             if (self.folder / name).is_file():
                 with atomic_file(self.folder / name, overwrite=True) as temporary:
                     temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         self.say(f"continuing after step {self.session.done}")
-
-    def _lines(self, name: str) -> list[dict[str, float]]:
-        """What a log holds so far."""
-        path = self.folder / name
-        if not path.is_file():
-            return []
-        lines = path.read_text(encoding="utf-8").splitlines()
-        # A kill may have left the last line unfinished.
-        return [json.loads(line) for line in lines if line.endswith("}")]
 
     def finish(self) -> RunResult:
         """Trains to the end, or until the watcher wishes otherwise, and writes the results."""
@@ -343,7 +343,7 @@ class Run:
         return RunResult(self.folder, lora, self.base, self.session.name, tuple(losses), ended)
 
     def _losses(self) -> list[float]:
-        return [line["loss"] for line in self._lines(LOG)]
+        return [line["loss"] for line in logged(self.folder / LOG)]
 
     def _train(self) -> str:
         """The steps, each logged, with what is due after it; returns the wish that ended them, if one did.

@@ -167,6 +167,16 @@ class PlacedPicture:
     weights: Tensor | None
 
 
+def check_held_out(held_out: int, count: int, what: str = "samples") -> None:
+    """Something is left to train on.
+
+    Raises:
+        DatasetError: nothing is.
+    """
+    if held_out >= count:
+        raise DatasetError(f"held_out is {held_out} of {count} {what}: nothing would be left to train on")
+
+
 def place_pictures(pictures: Sequence[CaptionedPicture], family: Family, resolution: int) -> list[PlacedPicture]:
     """Chooses each picture's bucket and crops its mask to it; no encoder is needed.
 

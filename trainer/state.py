@@ -20,7 +20,7 @@ from .errors import SettingsError, some
 from .loop import TrainSession
 from .samples import Sample
 from .settings import RunSettings
-from .tensor_files import samples_of
+from .tensor_files import add_tensor, samples_of
 
 STATE = "state.pt"
 # Settings that change when something is done or how much memory it takes, not what a step computes.
@@ -66,8 +66,7 @@ def samples_digest(samples: Sequence[Sample]) -> str:
     for sample in samples:
         digest.update(json.dumps([sample.name, sample.caption, sample.repeats]).encode())
         for tensor in sample.tensors:
-            digest.update(str(tuple(tensor.shape)).encode())
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+            add_tensor(digest, tensor)
     return digest.hexdigest()
 
 
@@ -98,17 +97,20 @@ def read(folder: Path, marks: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         SettingsError: there is no state, it is damaged, or the run differs from the one that it belongs to.
     """
-    path = folder / STATE
-    content = _content(path)
-    kept = content["fingerprint"]
-    changed = [
-        f"{name} was {_short(kept.get(name))}, is {_short(marks.get(name))}"
-        for name in sorted({*kept, *marks})
-        if kept.get(name) != marks.get(name)
-    ]
-    if changed:
-        raise SettingsError(f"this run cannot continue the saved one: {some(changed, 6)}")
+    content = _content(folder / STATE)
+    _compare(content, marks)
     return content
+
+
+def steps_done(folder: Path, marks: Mapping[str, Any]) -> int:
+    """How many steps the saved run with this fingerprint has done. Its tensors are not read.
+
+    Raises:
+        SettingsError: as `read`.
+    """
+    content = _content(folder / STATE, mapped=True)
+    _compare(content, marks)
+    return content["session"]["done"]
 
 
 def saved_precision(folder: Path) -> str:
@@ -117,15 +119,27 @@ def saved_precision(folder: Path) -> str:
     Raises:
         SettingsError: there is no state, or it is damaged.
     """
-    return _content(folder / STATE)["fingerprint"]["precision"]
+    return _content(folder / STATE, mapped=True)["fingerprint"]["precision"]
 
 
-def _content(path: Path) -> dict[str, Any]:
+def _compare(content: Mapping[str, Any], marks: Mapping[str, Any]) -> None:
+    kept = content["fingerprint"]
+    changed = [
+        f"{name} was {_short(kept.get(name))}, is {_short(marks.get(name))}"
+        for name in sorted({*kept, *marks})
+        if kept.get(name) != marks.get(name)
+    ]
+    if changed:
+        raise SettingsError(f"this run cannot continue the saved one: {some(changed, 6)}")
+
+
+def _content(path: Path, mapped: bool = False) -> dict[str, Any]:
+    """What is in the file. Where it is mapped, a tensor's bytes are read when they are used: the file must stay."""
     if not path.is_file():
         raise SettingsError(f"{path.parent} holds no saved state: there is nothing to resume")
     try:
         # Plain tensors and containers only: a state file cannot run code.
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
         content["fingerprint"]["precision"]
     except Exception as error:  # torch raises many kinds for a damaged archive
         raise SettingsError(f"{path} is damaged and cannot be resumed from ({type(error).__name__})") from error

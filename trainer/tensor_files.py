@@ -17,7 +17,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -50,6 +50,14 @@ PIECE = 2**24  # bytes of one read or write: a system call takes 2 GiB at most, 
 SAMPLE = 2**20  # bytes of one sample of a file
 
 Shape = tuple[int, ...]
+
+
+def add_tensor(digest: Any, tensor: Tensor) -> None:
+    """Feeds a tensor's shape and bytes to a hash of hashlib's."""
+    digest.update(str(tuple(tensor.shape)).encode())
+    digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+
+
 Entry = tuple[torch.dtype, Shape]
 Layout = Mapping[str, Entry]
 

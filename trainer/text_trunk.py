@@ -21,6 +21,7 @@ from . import adapters
 from .base_model import Base
 from .families import Family
 from .samples import Cache, Sample
+from .tensor_files import add_tensor
 
 
 class TextTrunk:
@@ -61,8 +62,8 @@ class TextTrunk:
 
     def tokens(self, conditioning_TW: Tensor) -> Tensor:
         """(T, W) → (T, D) on the CPU through a frozen trunk, from the cache or made now."""
-        digest = hashlib.sha256(repr(tuple(conditioning_TW.shape)).encode())
-        digest.update(conditioning_TW.contiguous().view(torch.uint8).numpy().tobytes())
+        digest = hashlib.sha256()
+        add_tensor(digest, conditioning_TW)
         dtype = str(self.base.model.compute_dtype)
         depends = ("text", self.base.family.name, self._base_id, self.base.precision, dtype, digest.hexdigest())
         return self.cache.get("a caption's text tokens", depends, lambda: self._run(conditioning_TW)[0])

@@ -15,9 +15,15 @@ from .loop import StepLog
 
 # Wishes: to stop with what there is, to be resumed later; and to end early as if the steps had been fewer.
 STOP, FINISH = "stop", "finish"
-SMOOTHED = 20  # steps, whose mean loss is shown
+SMOOTHED = 20  # steps
 
 Say = Callable[[str], None]
+
+
+def recent(values: Sequence[float]) -> float:
+    """The mean of the last `SMOOTHED`, as it is shown while a run is under way."""
+    last = values[-SMOOTHED:]
+    return sum(last) / len(last)
 
 
 class Watcher:
@@ -66,8 +72,7 @@ class Terminal(Watcher):
     def stepped(self, log: StepLog, total: int, losses: Sequence[float]) -> None:
         if self._bar is None:
             self._bar = tqdm(total=total, initial=log.step - 1, unit="step", dynamic_ncols=True, mininterval=0.5)
-        recent = losses[-SMOOTHED:]
-        self._bar.set_postfix(loss=f"{sum(recent) / len(recent):.3f}", refresh=False)
+        self._bar.set_postfix(loss=f"{recent(losses):.3f}", refresh=False)
         self._bar.update()
         if log.step == total:
             self._bar.close()  # what is said afterwards stands below the bar

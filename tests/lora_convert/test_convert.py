@@ -233,7 +233,7 @@ def test_wrong_arguments_are_one_line(tmp_path, capsys, arguments, message):
 
 def test_a_dora_into_comfyui_asks_for_the_base_and_is_right_with_it(tmp_path, family_name, base):
     """ComfyUI divides by the norm of W where the paper has that of W + dW: the file's lengths must be made over."""
-    from graft_lora.cli import _base
+    from graft_lora.trainer.checkpoints import converter_options
 
     name = EVERYWHERE[family_name][1]
     generator = torch.Generator().manual_seed(0)
@@ -244,7 +244,7 @@ def test_a_dora_into_comfyui_asks_for_the_base_and_is_right_with_it(tmp_path, fa
     state = {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": up, f"{stem}.magnitude": magnitude}
     with pytest.raises(CannotConvertError, match="base"):
         convert_state(state, {}, "comfyui", sizes=sizes(family_name))
-    converted, _, report = convert_state(state, {}, "comfyui", **_base(base))
+    converted, _, report = convert_state(state, {}, "comfyui", **converter_options(base))
     changed = weight + up @ down
     wanted = magnitude[:, None] * changed / changed.norm(dim=1, keepdim=True)
     # ComfyUI 0.33, comfy/weight_adapter/base.py: dora_scale · (W + dW) / ‖W‖ by row.
@@ -254,7 +254,7 @@ def test_a_dora_into_comfyui_asks_for_the_base_and_is_right_with_it(tmp_path, fa
     found = scale * (weight + delta_comfyui) / weight.norm(dim=1, keepdim=True)
     assert tiny.relative(found, wanted) < 1e-5
     assert report.worst.difference < 1e-5
-    baked, _, _ = convert_state(state, {}, "comfyui", bake=True, **_base(base))
+    baked, _, _ = convert_state(state, {}, "comfyui", bake=True, **converter_options(base))
     assert set(baked) == {f"{stem}.diff"}
     assert tiny.relative(weight + baked[f"{stem}.diff"], wanted) < 1e-5
 
@@ -334,7 +334,7 @@ def test_a_small_member_that_is_lost_is_seen_beside_a_truncated_one(monkeypatch)
 @pytest.mark.parametrize("target", ["comfyui", "diffusers"])
 def test_a_weak_dora_beside_a_plain_lora_goes_through_with_the_base(family_name, base, target, rank):
     """Its lengths are those of the whole weight, of which the change is a hundredth."""
-    from graft_lora.cli import _base
+    from graft_lora.trainer.checkpoints import converter_options
 
     _, dora, plain = EVERYWHERE[family_name]
     generator = torch.Generator().manual_seed(0)
@@ -348,7 +348,7 @@ def test_a_weak_dora_beside_a_plain_lora_goes_through_with_the_base(family_name,
         state |= {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": up}
         if name == dora:
             state[f"{stem}.magnitude"] = (weight + up @ down).norm(dim=1)
-    _, _, report = convert_state(state, {}, target, rank, **_base(base))
+    _, _, report = convert_state(state, {}, target, rank, **converter_options(base))
     assert len(report.modules) == 2
 
 

@@ -57,6 +57,18 @@ class StopAfter:
         return bar
 
 
+def stop_after_two_of_four(graph, model, dataset):
+    """A run called zorb that ComfyUI's Stop ends."""
+
+    def press():
+        graph.host.interrupt = True
+
+    StopAfter(graph, 2, press)
+    with pytest.raises(fake_host.Interrupted):
+        train(graph, model, dataset, steps=4, name="zorb")
+    graph.host.interrupt = False
+
+
 def test_a_run_gives_the_trained_model_the_lora_the_plot_and_the_run(graph, model, dataset):
     trained, lora, loss, run = train(graph, model, dataset, name="zorb").args
     assert run.folder == graph.host.output_directory() / "graft" / "zorb"
@@ -124,13 +136,7 @@ def test_stop_saves_says_where_and_passes_the_interruption_on(graph, model, data
 def test_a_stopped_run_that_is_continued_equals_one_that_was_not(graph, family_name, dataset):
     whole = train(graph, fresh(graph, family_name), dataset, steps=4, name="whole")[1]
 
-    def press():
-        graph.host.interrupt = True
-
-    StopAfter(graph, 2, press)
-    with pytest.raises(fake_host.Interrupted):
-        train(graph, fresh(graph, family_name), dataset, steps=4, name="zorb")
-    graph.host.interrupt = False
+    stop_after_two_of_four(graph, fresh(graph, family_name), dataset)
     continued = train(graph, fresh(graph, family_name), dataset, steps=4, name="zorb", resume="continue")
     assert continued[3].folder.name == "zorb"
     assert all(torch.equal(whole[key], continued[1][key]) for key in whole)
@@ -150,13 +156,7 @@ def test_an_unchanged_graph_takes_the_result_of_its_run_when_comfyui_has_forgott
 def test_queued_again_a_stopped_run_goes_on_and_a_changed_one_begins_anew(graph, family_name, dataset):
     whole = train(graph, fresh(graph, family_name), dataset, steps=4, name="whole")[1]
 
-    def press():
-        graph.host.interrupt = True
-
-    StopAfter(graph, 2, press)
-    with pytest.raises(fake_host.Interrupted):
-        train(graph, fresh(graph, family_name), dataset, steps=4, name="zorb")
-    graph.host.interrupt = False
+    stop_after_two_of_four(graph, fresh(graph, family_name), dataset)
     continued = train(graph, fresh(graph, family_name), dataset, steps=4, name="zorb")
     assert continued[3].folder.name == "zorb"
     assert all(torch.equal(whole[key], continued[1][key]) for key in whole)

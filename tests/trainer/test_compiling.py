@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from graft_lora.trainer import adapters, attention, compiling, memory, pointwise
-from graft_lora.trainer.adapters import LoraSettings, resolve_targets
+from graft_lora.trainer.adapters import LoraSettings
 from graft_lora.trainer.errors import TrainingError
 from torch._dynamo.utils import counters
 
@@ -24,13 +24,7 @@ WAYS = {"slim": False, "one block": 1, "all blocks": True}
 
 def adapted(folder, name):
     base = tiny.loaded(folder, name, "fp32")
-    settings = LoraSettings(rank=4, alpha=6)
-    targets = resolve_targets(base.family, adapters.linears(base.model), settings)
-    adapters.inject(base.model, "a", settings, targets, torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        generator = torch.Generator().manual_seed(1)
-        for weight in adapters.parameters(base.model, "a"):
-            weight += 0.1 * torch.randn(weight.shape, generator=generator)
+    tiny.adapt(base, LoraSettings(rank=4, alpha=6))
     return base
 
 

@@ -38,13 +38,7 @@ def folder(tmp_path_factory):
 
 
 def adapt(base, **changes):
-    settings = LoraSettings(**{"rank": 4, "alpha": 6, "targets": "all", **changes})
-    targets = resolve_targets(base.family, adapters.linears(base.model), settings)
-    adapters.inject(base.model, "a", settings, targets, torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        generator = torch.Generator().manual_seed(1)
-        for weight in adapters.parameters(base.model, "a"):
-            weight += 0.1 * torch.randn(weight.shape, generator=generator)
+    tiny.adapt(base, LoraSettings(**{"rank": 4, "alpha": 6, "targets": "all", **changes}))
 
 
 def step(base, name, way, batch=1, backwards=1):
