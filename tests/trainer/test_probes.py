@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,12 +72,32 @@ def test_adamw8bit_steps_where_there_is_a_compiler():
         assert optimizer_fault("adamw8bit", "cpu") is None
 
 
-def test_adamw8bit_without_a_compiler_is_one_clear_line(tmp_path):
-    """In a process of its own: torch looks for the compiler once."""
-    code = "from graft_lora.trainer.probes import optimizer_fault as f; print(f('adamw8bit', 'cpu'))"
-    environment = {**os.environ, "CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    (line,) = done.stdout.splitlines()
+@pytest.mark.xdist_group("compiled")
+def test_compiling_works_where_there_is_a_compiler():
+    with torch.inference_mode():
+        assert compile_fault("cpu") is None
+
+
+@functools.cache
+def without_a_compiler():
+    """What both probes say, in a process of their own: torch looks for the compiler once."""
+    code = (
+        "from graft_lora.trainer.probes import compile_fault, optimizer_fault\n"
+        "for fault in (optimizer_fault('adamw8bit', 'cpu'), compile_fault('cpu')): print(fault)"
+    )
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": cache}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+WITHOUT = pytest.mark.xdist_group("without a compiler")
+
+
+@WITHOUT
+def test_adamw8bit_without_a_compiler_is_one_clear_line():
+    line, _ = without_a_compiler()
     assert line.startswith(
         f"adamw8bit needs torchao and a C++ compiler that work with torch {torch.__version__} on cpu ("
     )
@@ -83,17 +105,9 @@ def test_adamw8bit_without_a_compiler_is_one_clear_line(tmp_path):
     assert line.endswith('); install what is missing, or set [train] optimizer = "adamw"')
 
 
-@pytest.mark.xdist_group("compiled")
-def test_compiling_works_where_there_is_a_compiler():
-    with torch.inference_mode():
-        assert compile_fault("cpu") is None
-
-
-def test_compiling_without_a_compiler_is_one_clear_line(tmp_path):
-    code = "from graft_lora.trainer.probes import compile_fault as f; print(f('cpu'))"
-    environment = {**os.environ, "CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    (line,) = done.stdout.splitlines()
+@WITHOUT
+def test_compiling_without_a_compiler_is_one_clear_line():
+    _, line = without_a_compiler()
     assert line.startswith(f"compile needs a C++ compiler that works with torch {torch.__version__} on cpu (")
     assert "No working C++ compiler found" in line
     assert line.endswith("install what is missing, or set [train] compile = false")
