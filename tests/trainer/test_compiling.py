@@ -15,6 +15,8 @@ from graft_lora.trainer.adapters import LoraSettings
 from graft_lora.trainer.errors import TrainingError
 from torch._dynamo.utils import counters
 
+# One worker does it for both.
+pytestmark = pytest.mark.xdist_group("compiled")
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 
 # Rows and columns of the latents: five buckets, none with the same number of tokens as another.
@@ -57,7 +59,7 @@ def flags():
     return dynamo.save_config_portable(), inductor.save_config_portable()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def measured(tmp_path_factory):
     """By family: (loss, gradients) eager and compiled of each step, graphs compiled after each, and flags around."""
     found = {}
