@@ -76,6 +76,12 @@ class _Pass(AbstractContextManager[None]):
         _TAPE.reset(self._token)
 
 
+def nothing() -> bool:
+    """Whether a block is passed through, forward or again, of which nothing is kept: the least memory is wanted."""
+    tape = _TAPE.get()
+    return tape is not None and tape.keeps is False
+
+
 def once(make: Callable[[], Tensors], owner: nn.Module | None = None) -> Tensors:
     """What `make` gives, which is the output of `owner` if that is said, taken from the forward pass where it was kept.
 

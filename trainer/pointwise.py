@@ -2,6 +2,9 @@
 
 A family marks such a function with `pointwise`; whether it runs as it is written or compiled is for `compiling.py` to
 say, while a session is open. A norm counts too: it reduces over the last axis, and mixes no tokens.
+
+Where the least memory is wanted, it is the graph of one block that decides: the backward pass makes it whole, beside
+what the others keep. Half of it is fp32 on the way from one bf16 tensor to the next, which is made again instead.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import kept
 
 Function = Callable[..., Tensor]
 Runner = Callable[[Function, tuple[Any, ...]], Tensor]
@@ -20,20 +26,36 @@ Runner = Callable[[Function, tuple[Any, ...]], Tensor]
 # Not a context variable: a recomputation may run in a thread of autograd's own, and must run as its forward pass did.
 _runners: list[Runner] = []
 
+_TENSOR = object()
+
 
 def pointwise(function: Function) -> Function:
     """Marks a pure function of tensors, and of plain values, by position.
 
+    In a block that keeps nothing, its graph keeps its arguments alone, and not what it makes on the way to the result.
+
     Of a tensor with three axes or more the first two, batch and tokens, may be of any size; the others are of the
     model's.
     """
+    return _marked(function, lean=False)
 
+
+def lean_pointwise(function: Function) -> Function:
+    """Marks such a function whose own graph keeps its arguments at most."""
+    return _marked(function, lean=True)
+
+
+def _marked(function: Function, lean: bool) -> Function:
     @functools.wraps(function)
     def call(*args: Any) -> Tensor:
         # Without a graph to be made, as in previews, it runs as written.
-        if not _runners or not torch.is_grad_enabled() or not any(_has_graph(value) for value in args):
+        if not torch.is_grad_enabled() or not any(_has_graph(value) for value in args):
             return function(*args)
-        return _runners[-1](function, args)
+        if _runners:
+            return _runners[-1](function, args)
+        if not lean and kept.nothing():
+            return _FromArguments.apply(function, *args)
+        return function(*args)
 
     return call
 
@@ -50,3 +72,24 @@ def run_by(runner: Runner) -> Iterator[None]:
         yield
     finally:
         _runners.remove(runner)
+
+
+class _FromArguments(torch.autograd.Function):
+    """A function that keeps its arguments alone for backward, which runs it again."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Function, *args: Any) -> Tensor:
+        ctx.save_for_backward(*(value for value in args if isinstance(value, Tensor)))
+        ctx.function, ctx.args = function, [_TENSOR if isinstance(value, Tensor) else value for value in args]
+        return function(*args)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = iter(ctx.saved_tensors)
+        args = [next(tensors).detach() if value is _TENSOR else value for value in ctx.args]
+        wanted = [value.requires_grad_() for value, needed in zip(args, ctx.needs_input_grad[1:], strict=True) if needed]
+        with torch.enable_grad():
+            out = ctx.function(*args)
+        found = iter(torch.autograd.grad(out, wanted, grad))
+        return None, *(next(found) if needed else None for needed in ctx.needs_input_grad[1:])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...lora_convert.tables import KREA2
 from ..attention import attention
-from ..pointwise import pointwise
+from ..pointwise import lean_pointwise, pointwise
 from .family import Family, Preview, Transformer, resolution_mu, shift, sinusoid, swiglu
 
 # --- facts -----------------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def gated(x: Tensor, gate: Tensor) -> Tensor:
     return x * torch.sigmoid(gate)
 
 
-@pointwise
+@lean_pointwise
 def added(x: Tensor, gate: Tensor, change: Tensor) -> Tensor:
     """x + gate · change, for an fp32 gate."""
     return x + gate.to(x.dtype) * change
