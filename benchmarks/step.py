@@ -1,6 +1,6 @@
 """A training step of Graft beside one of diffusers + PEFT: FLOPs, bytes and time, on the same weights.
 
-    python benchmarks/step.py [--tokens 256] [--rounds 3] [--output benchmarks/RESULTS.md]
+    python benchmarks/step.py [--tokens 1024] [--rounds 3] [--output benchmarks/RESULTS.md]
 
 Runs from a clone, since it takes the twins in diffusers from `tests/`. Exits with 1 where a target is missed.
 """
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -28,7 +29,7 @@ import measure
 import peer
 import tiny
 import torch
-from graft_lora.trainer import adapters, attention, memory
+from graft_lora.trainer import adapters, attention, eight_bit_choice, memory
 from graft_lora.trainer.base_model import Base, choose_format, compute_dtype_of
 from graft_lora.trainer.families import FAMILIES, Transformer
 from graft_lora.trainer.live_bytes import tensors_of
@@ -45,7 +46,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 LORA = LoraSettings(rank=RANK, alpha=RANK)
 QUANTISED = ("int8", "fp8", "nf4")
-CAN_COMPILE = any(entry.name == "compile" for entry in dataclasses.fields(TrainSettings))
 # Instructions that decide what a CPU can be measured in.
 BF16_FLAGS = ("avx512_bf16", "amx_bf16")
 INT8_FLAGS = ("avx512_vnni", "avx_vnni", "amx_int8")
@@ -59,8 +59,10 @@ MOST_PEAK = 0.8  # times the peer's, with it
 MOST_FLOPS = {"krea2": (1.03, 1.03), "ideogram4": (1.03, 1.07)}
 # Seconds by the peer's: eager, compiled.
 MOST_TIME = {"off": (1.00, 0.95), "on": (0.95, 0.85), "quantised": (None, 0.90)}
-# In fp32, quantised bases too, whose weights are the same numbers: relative, the gradients of all B together.
+# In fp32, relative: of the loss, and of the gradients of all B together.
 SAME_LOSS, SAME_GRADIENT = 1e-5, 1e-4
+# Rounding's share of the gradient may be so many times the peer's.
+MOST_ERROR = 1.5
 
 
 @dataclass
@@ -84,7 +86,7 @@ class Targets:
 # --- FLOPs and bytes, without data, in bf16, at the published size ----------------------------------------------------
 
 
-def graft_counts(name: str, precision: str, recomputing: bool) -> Counts:
+def graft_counts(name: str, precision: str, recomputing: bool | int) -> Counts:
     family = FAMILIES[name]
     model = skeleton(Workload(family, SIZES[name], LATENTS[name], TEXT, lora=LORA, precision=precision))
     targets = adapters.resolve_targets(family, adapters.linears(model), LORA)
@@ -97,10 +99,9 @@ def graft_counts(name: str, precision: str, recomputing: bool) -> Counts:
         noisy, sigma_B = torch.empty(1, *LATENTS[name]), torch.empty(1)
         text = torch.empty(1, TEXT, measure.WIDTH, dtype=torch.bfloat16)
         blocks = list(family.blocks(model).values())
-        whole, slim = (blocks, ()) if recomputing else ((), blocks)
 
         def step() -> Iterator[None]:
-            with adapters.active(model, "a", train=True), memory.checkpointed(whole, slim):
+            with adapters.active(model, "a", train=True), memory.recomputing(blocks, (), recomputing):
                 loss = model(noisy, sigma_B, text=text).float().square().mean()
                 yield
                 loss.backward()
@@ -165,6 +166,12 @@ def counted(name: str, targets: Targets) -> list[str]:
                     f"| {precision} | {way} | {side} | {counts.gflop:.1f} | {flops:.3f}{marks[0]} | {kept:.1f} | "
                     f"{by_least} | {counts.peak:.0f} | {peak:.2f}{marks[2]} |"
                 )
+            if way == "off":
+                between = graft_counts(name, precision, BLOCKS // 2)
+                lines.append(
+                    f"| {precision} | {BLOCKS // 2} of {BLOCKS} blocks | Graft | {between.gflop:.1f} | | "
+                    f"{between.kept / BLOCKS:.1f} | | {between.peak:.0f} | |"
+                )
     return lines
 
 
@@ -226,8 +233,9 @@ def make_pair(name: str, precision: str, compute: str, tokens: int) -> Pair:
 
 def session_of(pair: Pair, way: str, compiled: bool) -> TrainSession:
     """A session whose adapter has some weights, and the peer with the same ones."""
-    settings = TrainSettings(checkpointing=way == "on", **({"compile": True} if compiled else {}))
-    session = TrainSession(pair.base, [pair.sample], LORA, settings, f"{way}_compiled" if compiled else way)
+    adapter = adapters.unused_name(pair.base.model, way)
+    settings = TrainSettings(checkpointing=way == "on", compile=compiled)
+    session = TrainSession(pair.base, [pair.sample], LORA, settings, adapter)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for weight in session.parameters:
@@ -243,23 +251,40 @@ def draws(pair: Pair, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return draw_noise(shape, generator), sigma_B
 
 
+def compared_draws(pair: Pair) -> tuple[Tensor, Tensor]:
+    """The same each time, at a noise level that bf16 holds from either end, since diffusers rounds it."""
+    noise, sigma_B = draws(pair, torch.Generator().manual_seed(3))
+    return noise, sigma_B.mul(256).round().clamp(1, 255) / 256
+
+
 def relative(found: Tensor, wanted: Tensor) -> float:
     return ((found - wanted).norm() / wanted.norm()).item()
 
 
-def differences(pair: Pair, session: TrainSession) -> tuple[float, float]:
-    """Relative ones of the loss and of all gradients of B together, which both sides have; the session is open."""
-    noise, sigma_B = draws(pair, torch.Generator().manual_seed(3))
+class Found(NamedTuple):
+    """A side's loss, and the gradients of all B in one vector, fp32."""
+
+    loss: float
+    gradient: Tensor
+
+    def off(self, true: Found) -> tuple[float, float]:
+        """How far loss and gradient are from the true ones, relative."""
+        return abs(self.loss - true.loss) / true.loss, relative(self.gradient, true.gradient)
+
+
+def both(pair: Pair, session: TrainSession) -> tuple[Found, Found]:
+    """What Graft finds and what the peer does for the same noise; the session is open."""
+    noise, sigma_B = compared_draws(pair)
     ours, theirs = pair.graft_loss(noise, sigma_B), pair.peer_loss(noise, sigma_B)
     ours.backward()
     theirs.backward()
-    found, wanted = [], []
-    for weight, own, member in peer.pairs(pair.name, pair.twin, pair.base.model, session.name):
-        found.append(peer.third(own.grad, member).flatten().float())
-        wanted.append(weight.grad.flatten().float())
+    own, others = [], []
+    for weight, mine, member in peer.pairs(pair.name, pair.twin, pair.base.model, session.name):
+        own.append(peer.third(mine.grad, member).flatten().float())
+        others.append(weight.grad.flatten().float())
     for weight in (*session.parameters, *pair.weights):
         weight.grad = None
-    return relative(ours.detach(), theirs.detach()), relative(torch.cat(found), torch.cat(wanted))
+    return Found(ours.item(), torch.cat(own)), Found(theirs.item(), torch.cat(others))
 
 
 @contextmanager
@@ -274,7 +299,7 @@ def plain(pair: Pair, adapter: str) -> Iterator[None]:
 
 def equals_plain(pair: Pair, session: TrainSession) -> bool:
     """Whether loss and gradients of A and B are those of the plain path to the bit."""
-    noise, sigma_B = draws(pair, torch.Generator().manual_seed(3))
+    noise, sigma_B = compared_draws(pair)
     found = []
     for around in (session, plain(pair, session.name)):
         with around:
@@ -284,6 +309,37 @@ def equals_plain(pair: Pair, session: TrainSession) -> bool:
             for weight in session.parameters:
                 weight.grad = None
     return all(map(torch.equal, *found))
+
+
+def compared(name: str, tokens: int, targets: Targets) -> tuple[list[str], Found]:
+    """In fp32, where rounding hides nothing: the loss is the peer's, and loss and gradients are the plain path's.
+
+    Returns:
+        The table, and the true loss and gradient of this family.
+
+    Raises:
+        SystemExit: the loss is another one, so that nothing else could be compared.
+    """
+    title = FAMILIES[name].title
+    lines = [
+        f"### {title}: the same numbers, in fp32",
+        "",
+        "| checkpointing | loss differs from the peer's by | gradient by | from the plain path |",
+        "|---|---|---|---|",
+    ]
+    pair = make_pair(name, "fp32", "fp32", tokens)
+    for way in ("off", "on"):
+        session = session_of(pair, way, compiled=False)
+        same = equals_plain(pair, session)
+        where = f"{title}, fp32, checkpointing {way}"
+        mark = targets.at_most(f"{where}: loss or gradient is not the plain one to the bit", float(not same), 0.0)
+        with session:
+            ours, theirs = both(pair, session)
+        loss, gradient = ours.off(theirs)
+        if loss > SAME_LOSS or gradient > SAME_GRADIENT:
+            raise SystemExit(f"{where}: not the same loss ({loss:.1e}) and gradients ({gradient:.1e})")
+        lines.append(f"| {way} | {loss:.1e} | {gradient:.1e} | {'not in a bit' if same else 'in some'}{mark} |")
+    return lines, ours
 
 
 def peer_step(pair: Pair) -> Callable[[], None]:
@@ -305,47 +361,81 @@ def seconds(step: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def timed(name: str, compute: str, tokens: int, rounds: int, targets: Targets) -> list[str]:
+class Row(NamedTuple):
+    """Of one configuration: seconds per step of both sides, and how far each gradient is from the one in fp32."""
+
+    own: float
+    others: float
+    own_off: float
+    others_off: float
+
+    @property
+    def ratio(self) -> float:
+        return self.own / self.others
+
+    def line(self, what: str, mark: str) -> str:
+        """Of the table; it is also said at once."""
+        line = (
+            f"| {what} | {self.own:.2f} | {self.others:.2f} | {self.ratio:.2f}{mark} | {self.own_off:.1%} | "
+            f"{self.others_off:.1%} |"
+        )
+        print(line, file=sys.stderr, flush=True)
+        return line
+
+
+def _turns(where: str, pair: Pair, session: TrainSession, true: Found, rounds: int, same: bool = True) -> Row:
+    """Steps of both sides by turns, so that what else the machine does falls on both.
+
+    Args:
+        same: both sides compute the same, so that Graft's numbers must be no worse.
+
+    Raises:
+        SystemExit: they are.
+    """
+    theirs = peer_step(pair)
+    with session:
+        # The first pass of both, which is not timed.
+        (_, own), (_, others) = (found.off(true) for found in both(pair, session))
+        if same and own > MOST_ERROR * others + SAME_GRADIENT:
+            raise SystemExit(f"{where}: the gradient is {own:.1%} off, the peer's {others:.1%}")
+        turns = [(seconds(session.step), seconds(theirs)) for _ in range(rounds)]
+    return Row(*(statistics.median(column) for column in zip(*turns, strict=True)), own, others)
+
+
+def timed(name: str, compute: str, tokens: int, rounds: int, true: Found, targets: Targets) -> list[str]:
     title, dense = FAMILIES[name].title, compute
     lines = [
         f"### {title}: seconds per step",
         "",
-        "| base | checkpointing | | Graft | diffusers + PEFT | Graft / peer | loss differs by | gradient differs by |",
+        "| base | checkpointing | | Graft | diffusers + PEFT | Graft / peer | Graft's gradient is off | the peer's |",
         "|---|---|---|---|---|---|---|---|",
     ]
     fastest = {}
-    for precision in (dense, *QUANTISED):
+    whole = ((way, compiled) for way in ("off", "on") for compiled in (False, True))
+    for precision, ways in (
+        (dense, tuple(whole)),
+        *((precision, (("on", False), ("on", True))) for precision in QUANTISED),
+    ):
         pair = make_pair(name, precision, compute, tokens)
-        for way in ("off", "on") if precision == dense else ("on",):
-            for compiled in (False, True) if CAN_COMPILE else (False,):
-                how = "compiled" if compiled else "eager"
-                where = f"{title}, {precision}, checkpointing {way}, {how}"
-                session = session_of(pair, way, compiled)
-                if compute == "fp32" and precision == dense and not compiled:
-                    same = equals_plain(pair, session)
-                    targets.at_most(f"{where}: loss or gradient is not the plain one to the bit", float(not same), 0.0)
-                theirs = peer_step(pair)
-                with session:
-                    # The first pass of both, which is not timed.
-                    loss, gradient = differences(pair, session)
-                    if compute == "fp32" and (loss > SAME_LOSS or gradient > SAME_GRADIENT):
-                        raise SystemExit(f"{where}: not the same loss ({loss:.1e}) and gradients ({gradient:.1e})")
-                    # By turns, so that what else the machine does falls on both.
-                    turns = [(seconds(session.step), seconds(theirs)) for _ in range(rounds)]
-                own, others = (statistics.median(column) for column in zip(*turns, strict=True))
-                ratio = own / others
-                fastest[precision] = min(own, fastest.get(precision, math.inf)) if way == "on" else math.inf
-                limit = MOST_TIME[way if precision == dense else "quantised"][compiled]
-                mark = targets.at_most(f"{where}: seconds by the peer's", ratio, limit)
-                lines.append(
-                    f"| {precision} | {way} | {how} | {own:.2f} | {others:.2f} | {ratio:.2f}{mark} | {loss:.1e} | "
-                    f"{gradient:.1e} |"
-                )
-                print(lines[-1], file=sys.stderr, flush=True)
-        del pair
-    if compute == "bf16" and any(flag in cpu_flags() for flag in INT8_FLAGS):
-        ratio = min(fastest["int8"], fastest["fp8"]) / fastest[dense]
-        targets.at_most(f"{title}: the faster 8-bit base by bf16", ratio, 1.0)
+        for way, compiled in ways:
+            how = "compiled" if compiled else "eager"
+            where = f"{title}, {precision}, checkpointing {way}, {how}"
+            limit = MOST_TIME[way if precision == dense else "quantised"][compiled]
+            row = _turns(where, pair, session_of(pair, way, compiled), true, rounds)
+            mark = targets.at_most(f"{where}: seconds by the peer's", row.ratio, limit)
+            lines.append(row.line(f"{precision} | {way} | {how}", mark))
+            if way == "on":
+                fastest[precision] = min(row.own, fastest.get(precision, math.inf))
+        if precision == "int8" and compute == "bf16" and cpu_flags().intersection(INT8_FLAGS):
+            with eight_bit_choice.computing(pair.base, True):
+                where = f"{title}, {precision}, checkpointing on, 8-bit products"
+                row = _turns(where, pair, session_of(pair, "on", True), true, rounds, same=False)
+            lines.append(row.line(f"{precision}, 8-bit products | on | compiled", ""))
+            fastest["8-bit products"] = row.own
+    if "8-bit products" in fastest:
+        ratio = fastest["8-bit products"] / fastest[dense]
+        mark = targets.at_most(f"{title}: 8-bit products by {dense}'s seconds", ratio, 1.0)
+        lines += ["", f"int8 with 8-bit products takes {ratio:.2f}{mark} of {dense}'s time."]
     return lines
 
 
@@ -372,31 +462,35 @@ adapter excluded: **kept** between forward and backward, by block; **peak** over
 least it can do; its fp32 adapter under autocast is shown beside.
 
 **Seconds** are medians of {rounds} whole steps by turns, optimiser included, in {compute} with {tokens} tokens of the
-picture. torch {torch.__version__}, {torch.get_num_threads()} threads on {os.cpu_count()} cores, load {load:.1f}.
+picture; the gradient, of all B together, is compared with the one in fp32 of the same base before it was quantised.
+torch {torch.__version__}, {torch.get_num_threads()} threads on {os.cpu_count()} cores, load {load:.1f}.
 The CPU has {", ".join(has) or "none of the instructions asked for"}; it has not {", ".join(lacks) or "missed any"}.
 {"Without instructions for bf16 the CPU emulates it, so time is taken in fp32." if compute == "fp32" else ""}
-{"" if CAN_COMPILE else "This version does not compile blocks: the eager column alone."}
 """
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--tokens", type=int, default=256, help="of the picture, a square number, for times alone")
+    parser.add_argument("--tokens", type=int, help="of the picture, a square number, for times; 1024, or 256 in fp32")
     parser.add_argument("--rounds", type=int, default=3, help="timed steps of each side")
     parser.add_argument("--compute", choices=("bf16", "fp32"), help="dtype for times; by the CPU's instructions")
     parser.add_argument("--family", nargs="+", choices=tuple(SIZES), default=list(SIZES))
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("RESULTS.md"))
     parsed = parser.parse_args()
-    if math.isqrt(parsed.tokens) ** 2 != parsed.tokens:
-        parser.error(f"--tokens is {parsed.tokens}; wanted a square number, such as 256")
     native = any(flag in cpu_flags() for flag in BF16_FLAGS)
     compute = parsed.compute or ("bf16" if native else "fp32")
+    tokens = parsed.tokens or (measure.IMAGE if compute == "bf16" else 256)
+    if math.isqrt(tokens) ** 2 != tokens:
+        parser.error(f"--tokens is {tokens}; wanted a square number, such as 256")
     targets = Targets()
-    parts = [f"# benchmarks/step.py\n\n{legend(compute, parsed.tokens, parsed.rounds)}"]
+    parts = [f"# benchmarks/step.py\n\n{legend(compute, tokens, parsed.rounds)}"]
     for name in parsed.family:
         parts.append("\n".join(counted(name, targets)))
         print(parts[-1], flush=True)
-        parts.append("\n".join(timed(name, compute, parsed.tokens, parsed.rounds, targets)))
+        lines, true = compared(name, tokens, targets)
+        parts.append("\n".join(lines))
+        print(parts[-1], flush=True)
+        parts.append("\n".join(timed(name, compute, tokens, parsed.rounds, true, targets)))
         print(parts[-1], flush=True)
     missed = [f"- missed: {line}" for line in targets.missed]
     parts.append("\n".join(["### Targets", "", f"- met: {targets.met}", *missed]))

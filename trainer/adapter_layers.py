@@ -207,9 +207,12 @@ class LoraLinear(PeftLinear):
             owner.to(device)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if torch.is_grad_enabled() and (name := self._plain()) is not None:
-            weights = self.lora_A[name].weight, self.lora_B[name].weight
-            return _LoraMatmul.apply(x, *weights, self, self.scaling[name])
+        name = self._plain()
+        if name is not None:
+            factors = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
+            if torch.is_grad_enabled():
+                return _LoraMatmul.apply(x, self, *factors)
+            return _add_change(self.base_layer(x), x, *factors)
         base = result = self.base_layer(x, *args, **kwargs)
         if self.disable_adapters:
             return result
@@ -286,11 +289,6 @@ class LoraLinear(PeftLinear):
             magnitude_over_base=over_base,
         )
 
-    def product(self, x: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-        """(…, in) → (…, out): the base's output and s · B A x."""
-        change = F.linear(F.linear(x, down.to(x.dtype)), _scaled(up, scale, x.dtype))
-        return matmul(x, self.base_layer).add_(change)
-
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         """Keeps PEFT from casting the master weights to the base's dtype."""
 
@@ -300,6 +298,13 @@ def _scaled(up: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     return (up if scale == 1 else scale * up).to(dtype)
 
 
+def _add_change(y: Tensor, x: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """y + s · B A x in the place of y, (…, out) of its own: the sum is part of the second product, and rounded once."""
+    low = F.linear(x, down.to(x.dtype)).flatten(0, -2)
+    y.flatten(0, -2).addmm_(low, _scaled(up, scale, x.dtype).T)
+    return y
+
+
 class _LoraMatmul(torch.autograd.Function):
     """A frozen Linear and its LoRA in one step, of which backward needs the input and the master weights alone.
 
@@ -307,10 +312,14 @@ class _LoraMatmul(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, layer: LoraLinear, scale: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layer: LoraLinear, down: Tensor, up: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(x, down, up)
         ctx.layer, ctx.scale = layer, scale
-        return kept.output(layer, x, layer.out_features, lambda: layer.product(x, down, up, scale))
+
+        def make() -> Tensor:
+            return _add_change(matmul(x, layer.base_layer), x, down, up, scale)
+
+        return kept.output(layer, x, layer.out_features, make)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -323,4 +332,4 @@ class _LoraMatmul(torch.autograd.Function):
             grad_x = input_gradient(grad, ctx.layer.base_layer).addmm_(low, working).view(x.shape)
         grad_down = (low.T @ flat).to(down.dtype)
         grad_up = (grad.T @ F.linear(flat, working)).to(up.dtype)
-        return grad_x, grad_down, grad_up if ctx.scale == 1 else ctx.scale * grad_up, None, None
+        return grad_x, None, grad_down, grad_up if ctx.scale == 1 else ctx.scale * grad_up, None

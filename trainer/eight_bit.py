@@ -19,6 +19,8 @@ import math
 import torch
 from torch import Tensor
 
+from .on_cpu import one_dtype
+
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 DTYPES = {"int8": INT8, "fp8": FP8}  # by the format's name
 LARGEST = {INT8: 127.0, FP8: 448.0}
@@ -87,9 +89,9 @@ def quantize_rows(x_MK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     A row of zeros stays one. A row with a NaN or an infinity gets a scale that is not finite, so that its products are
     not either.
     """
-    largest_M1 = torch.linalg.vector_norm(x_MK, math.inf, dim=1, keepdim=True, dtype=torch.float32)
+    largest_M1 = x_MK.abs().amax(1, keepdim=True).float()
     scale_M1 = (largest_M1 / LARGEST[dtype]).clamp_min_(_TINY)
-    scaled_MK = x_MK / scale_M1
+    scaled_MK = one_dtype(x_MK) / scale_M1
     rounded_MK = scaled_MK.round_() if dtype == INT8 else scaled_MK
     return rounded_MK.to(dtype, memory_format=torch.contiguous_format), scale_M1
 
@@ -102,7 +104,9 @@ def _product(x_MK: Tensor, b_KN: Tensor, scale_1N: Tensor | None, input_scale_1K
     ones_1N = torch.ones(1, columns, device=x_MK.device) if scale_1N is None else scale_1N
 
     split = x_MK.tensor_split(parts)
-    quantized = (quantize_rows(x if input_scale_1K is None else x * input_scale_1K, b_KN.dtype) for x in split)
+    quantized = (
+        quantize_rows(x if input_scale_1K is None else one_dtype(x) * input_scale_1K, b_KN.dtype) for x in split
+    )
     if b_KN.dtype == FP8:
         # Its kernel scales by itself: nothing wider than the result is made.
         numbers, scales = zip(*quantized, strict=True)
@@ -113,7 +117,7 @@ def _product(x_MK: Tensor, b_KN: Tensor, scale_1N: Tensor | None, input_scale_1K
     out_MN = x_MK.new_empty(rows, columns)
     for (a_MK, scale_M1), out in zip(quantized, out_MN.tensor_split(parts), strict=True):
         _check(a_MK, b_KN, scale_M1, ones_1N, x_MK.dtype)
-        product = torch._int_mm(a_MK, b_KN)
+        product = one_dtype(torch._int_mm(a_MK, b_KN))
         if scale_1N is None:
             torch.mul(product, scale_M1, out=out)
         else:

@@ -22,16 +22,20 @@ Tensors = tuple[Tensor, ...]
 class Tape:
     """Tensors of one pass through one block, in the order in which they were made.
 
+    The first recomputation takes them away; where a graph is gone through twice, the second makes them again.
+
     Attributes:
         keeps: True for everything, False for nothing, or the one module whose output alone is kept; what is not kept
             is made again.
         unneeded: a module whose output no gradient depends on: it is neither kept nor made again.
+        lean: whether the graph that a recomputation makes holds as little as it can, at the price of element-wise work
+            being made once more.
     """
 
-    def __init__(self, keeps: bool | nn.Module, unneeded: nn.Module | None = None) -> None:
-        self.keeps, self.unneeded = keeps, unneeded
+    def __init__(self, keeps: bool | nn.Module, unneeded: nn.Module | None = None, lean: bool = False) -> None:
+        self.keeps, self.unneeded, self.lean = keeps, unneeded, lean
         self.replaying = False
-        self._tensors: list[Tensors] = []
+        self._tensors: list[Tensors | None] = []
         self._next = 0
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -52,18 +56,20 @@ class Tape:
         if self.keeps is not True and (owner is None or owner is not self.keeps):
             return make()
         if not self.replaying:
-            self._tensors.append(make())
+            made = make()
+            self._tensors.append(made)
+            return made
+        # From here on the graph keeps what it needs, and lets it go as the backward pass moves on.
+        found, self._tensors[self._next] = self._tensors[self._next], None
         self._next += 1
-        return self._tensors[self._next - 1]
+        return make() if found is None else found
 
 
 _TAPE: ContextVar[Tape | None] = ContextVar("tape", default=None)
 
 
 class _Pass(AbstractContextManager[None]):
-    """While it is open, a tape is the one that is recorded on or replayed. It opens again, as a graph can be gone
-    through twice.
-    """
+    """While it is open, a tape is the one that is recorded on or replayed; it opens for every recomputation."""
 
     def __init__(self, tape: Tape, replaying: bool) -> None:
         self._tape, self._replaying = tape, replaying
@@ -76,10 +82,10 @@ class _Pass(AbstractContextManager[None]):
         _TAPE.reset(self._token)
 
 
-def nothing() -> bool:
-    """Whether a block is passed through, forward or again, of which nothing is kept: the least memory is wanted."""
+def lean() -> bool:
+    """Whether a block is passed through, forward or again, of whose graph the least memory is wanted."""
     tape = _TAPE.get()
-    return tape is not None and tape.keeps is False
+    return tape is not None and tape.lean
 
 
 def once(make: Callable[[], Tensors], owner: nn.Module | None = None) -> Tensors:

@@ -39,17 +39,18 @@ def recomputing(
 
     It is the first blocks that recompute. The memory of a step is largest where the backward pass begins, and there the
     last block has everything alive in any case: kept, or recomputed a moment ago. So the last one costs nothing as a
-    slim block, and each block before it costs what it keeps, wherever it stands.
+    slim block, not even where the least memory is wanted, and each block before it costs what it keeps, wherever it
+    stands.
 
     Args:
         blocks: in the order in which they run; those before the first one that is trained come last, since without
             gradients they keep nothing.
         others: blocks outside of that order, which are recomputed with the first of them.
-        how_many: True lets each block recompute everything, which is the least memory; False none; or so many blocks,
-            each of which keeps the output of its last Linear where a norm follows.
+        how_many: True lets each block but the last recompute everything, which is the least memory; False none; or so
+            many blocks, each of which keeps the output of its last Linear where a norm follows.
     """
     if how_many is True:
-        return checkpointed([*blocks, *others])
+        return checkpointed([*blocks[:-1], *others], slim=blocks[-1:], lean=True)
     trained = (index for index, block in enumerate(blocks) if any(p.requires_grad for p in block.parameters()))
     first = next(trained, 0)
     order = [*blocks[first:], *blocks[:first]]
@@ -59,7 +60,10 @@ def recomputing(
 
 @contextmanager
 def checkpointed(
-    blocks: Iterable[nn.Module], slim: Iterable[nn.Module] = (), but_last: Iterable[nn.Module] = ()
+    blocks: Iterable[nn.Module],
+    slim: Iterable[nn.Module] = (),
+    but_last: Iterable[nn.Module] = (),
+    lean: bool = False,
 ) -> Iterator[None]:
     """While it lasts, each block recomputes its activations in the backward pass.
 
@@ -69,6 +73,8 @@ def checkpointed(
         blocks: those that recompute everything.
         slim: those that recompute element-wise work alone, where there is much of it.
         but_last: those that recompute everything but the Linear that is their `worth_keeping`, if they have one.
+        lean: the graph that a recomputation makes holds the arguments of element-wise work alone, and the work is made
+            once more.
     """
     chosen: list[tuple[nn.Module, bool | nn.Module]] = [(block, False) for block in blocks]
     chosen += [(block, True) for block in slim]
@@ -77,7 +83,7 @@ def checkpointed(
     try:
         for block, keeps in chosen:
             # An instance attribute hides the class's method; deleting it brings the method back.
-            block.forward = functools.partial(_recomputing, block.forward, block, keeps)
+            block.forward = functools.partial(_recomputing, block.forward, block, keeps, lean)
         yield
     finally:
         for (block, _), former in zip(chosen, before, strict=True):
@@ -86,10 +92,11 @@ def checkpointed(
                 block.forward = former
 
 
-def _recomputing(forward: Any, block: nn.Module, keeps: bool | nn.Module, x: Tensor, *args: Any) -> Any:
+def _recomputing(forward: Any, block: nn.Module, keeps: bool | nn.Module, lean: bool, x: Tensor, *args: Any) -> Any:
     if not torch.is_grad_enabled() or (keeps is True and x.numel() < SMALL):
         return forward(x, *args)
-    return checkpoint(forward, x, *args, use_reentrant=False, context_fn=Tape(keeps, _unneeded(block, args)).contexts)
+    tape = Tape(keeps, _unneeded(block, args), lean)
+    return checkpoint(forward, x, *args, use_reentrant=False, context_fn=tape.contexts)
 
 
 def _unneeded(block: nn.Module, args: tuple[Any, ...]) -> nn.Module | None:

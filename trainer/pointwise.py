@@ -32,7 +32,7 @@ _TENSOR = object()
 def pointwise(function: Function) -> Function:
     """Marks a pure function of tensors, and of plain values, by position.
 
-    In a block that keeps nothing, its graph keeps its arguments alone, and not what it makes on the way to the result.
+    In a lean block (`kept.Tape`) its graph keeps its arguments alone, and not what it makes on the way to the result.
 
     Of a tensor with three axes or more the first two, batch and tokens, may be of any size; the others are of the
     model's.
@@ -53,9 +53,12 @@ def _marked(function: Function, lean: bool) -> Function:
             return function(*args)
         if _runners:
             return _runners[-1](function, args)
-        if not lean and kept.nothing():
+        if lean:
+            return function(*args)
+        if kept.lean():
             return _FromArguments.apply(function, *args)
-        return function(*args)
+        # With a node of its own an argument's gradient is summed up before it is added to others', as it is there.
+        return function(*(value.view_as(value) if _has_graph(value) else value for value in args))
 
     return call
 
@@ -88,7 +91,9 @@ class _FromArguments(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors = iter(ctx.saved_tensors)
         args = [next(tensors).detach() if value is _TENSOR else value for value in ctx.args]
-        wanted = [value.requires_grad_() for value, needed in zip(args, ctx.needs_input_grad[1:], strict=True) if needed]
+        wanted = [
+            value.requires_grad_() for value, needed in zip(args, ctx.needs_input_grad[1:], strict=True) if needed
+        ]
         with torch.enable_grad():
             out = ctx.function(*args)
         found = iter(torch.autograd.grad(out, wanted, grad))

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import eight_bit, kept
+from . import eight_bit, kept, on_cpu
 from .errors import SettingsError
 from .quiet import quiet_torchao
 
@@ -125,8 +125,15 @@ class _PerRow(Format):
         return {"data": data, "scale": scale}
 
     def dequantize(self, buffers: Buffers, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        # 8-bit data are exact in bf16; the in-place product is formed in fp32 and rounded once.
-        return buffers["data"].to(dtype).mul_(buffers["scale"])
+        data, scale = buffers["data"], buffers["scale"]
+        if not on_cpu.is_cpus(data):
+            # 8-bit data are exact in bf16; the in-place product is formed in fp32 and rounded once.
+            return data.to(dtype).mul_(scale)
+        weight = torch.empty(shape, dtype=dtype)
+        rows = max(1, on_cpu.FITS_CACHES // shape[1])
+        for out, *part in zip(weight.split(rows), data.split(rows), scale.split(rows), strict=True):
+            out.copy_(on_cpu.widened(part[0]).mul_(part[1]))
+        return weight
 
 
 class Int8(_PerRow):
@@ -176,7 +183,7 @@ class NF4(Format):
     buffers = ("data", "scale", "scale_factor", "scale_mean", "levels")
     block = 64
     scale_block = 256
-    # Weights dequantised at once: the fp32 copy and the int32 index of one chunk take 96 MiB.
+    # Weights dequantised at once on a card: the fp32 copy and the int32 index of one chunk take 96 MiB.
     chunk = 2**24
 
     def fits_shape(self, shape: Sequence[int]) -> bool:
@@ -237,10 +244,13 @@ class NF4(Format):
         factor = buffers["scale_factor"]
         scales = (buffers["scale"].view(len(factor), -1) / factor[:, None]).flatten() + buffers["scale_mean"]
         weight = torch.empty(math.prod(shape), dtype=dtype, device=scales.device)
-        for start in range(0, weight.numel(), self.chunk):
-            part = weight[start : start + self.chunk].view(-1, self.block)
+        # Two fp32 as one number, which is looked up twice as fast as two.
+        both = buffers["levels"].view(torch.int64).flatten()
+        chunk = on_cpu.FITS_CACHES if on_cpu.is_cpus(weight) else self.chunk
+        for start in range(0, weight.numel(), chunk):
+            part = weight[start : start + chunk].view(-1, self.block)
             index = buffers["data"][start // 2 : start // 2 + part.numel() // 2].int()
-            pairs = buffers["levels"].index_select(0, index).view(-1, self.block)
+            pairs = both.index_select(0, index).view(torch.float32).view(-1, self.block)
             blocks = slice(start // self.block, start // self.block + len(part))
             part.copy_(pairs.mul_(scales[blocks, None]))
         return weight.view(shape)

@@ -5,11 +5,17 @@ from __future__ import annotations
 import gpu
 import pytest
 import torch
-from graft_lora.trainer import attention
+from graft_lora.trainer import attention, on_cpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
 SMALL = ["--device", "cpu", "--small", "--precision", "int8"]
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_card(monkeypatch):
+    """No wide copies of weights, which the CPU makes: it stands for a card here, whose memory the plan predicts."""
+    monkeypatch.setattr(on_cpu, "is_cpus", lambda tensor: False)
 
 
 def test_it_measures_and_keeps_to_the_plan(family_name, capsys, tmp_path):

@@ -9,12 +9,12 @@ import weakref
 import pytest
 import tiny
 import torch
-from graft_lora.trainer import adapters, quantization
+from graft_lora.trainer import adapters, on_cpu, quantization
 from graft_lora.trainer.adapters import LoraSettings
 from graft_lora.trainer.base_model import choose_format
 from graft_lora.trainer.errors import SettingsError
 from graft_lora.trainer.families import FAMILIES
-from graft_lora.trainer.quantization import FORMATS, NF4, FrozenLinear, NearestLevel, format_of, quantize_model
+from graft_lora.trainer.quantization import FORMATS, FrozenLinear, NearestLevel, format_of, quantize_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -52,7 +52,7 @@ def test_dequantised_weight_equals_torchao(mode):
 def test_nf4_dequantises_alike_in_one_chunk_and_in_many(monkeypatch):
     layer = FrozenLinear(256, 256).store(weight(256, 256), FORMATS["nf4"])
     whole = layer.dequantized(torch.float32)
-    monkeypatch.setattr(NF4, "chunk", 64 * 100)
+    monkeypatch.setattr(on_cpu, "FITS_CACHES", 64 * 100)
     assert torch.equal(layer.dequantized(torch.float32), whole)
 
 
