@@ -1,6 +1,6 @@
 """A training step of Graft beside one of diffusers + PEFT: FLOPs, bytes and time, on the same weights.
 
-    python benchmarks/step.py [--tokens 1024] [--rounds 3] [--output benchmarks/RESULTS.md]
+    python benchmarks/step.py [--tokens 1024] [--rounds 5] [--output benchmarks/RESULTS.md]
 
 Runs from a clone, since it takes the twins in diffusers from `tests/`. Exits with 1 where a target is missed.
 """
@@ -362,16 +362,15 @@ def seconds(step: Callable[[], object]) -> float:
 
 
 class Row(NamedTuple):
-    """Of one configuration: seconds per step of both sides, and how far each gradient is from the one in fp32."""
+    """Of one configuration: seconds per step of both sides, the median ratio of two that stood side by side, and how
+    far each gradient is from the one in fp32.
+    """
 
     own: float
     others: float
+    ratio: float
     own_off: float
     others_off: float
-
-    @property
-    def ratio(self) -> float:
-        return self.own / self.others
 
     def line(self, what: str, mark: str) -> str:
         """Of the table; it is also said at once."""
@@ -399,7 +398,8 @@ def _turns(where: str, pair: Pair, session: TrainSession, true: Found, rounds: i
         if same and own > MOST_ERROR * others + SAME_GRADIENT:
             raise SystemExit(f"{where}: the gradient is {own:.1%} off, the peer's {others:.1%}")
         turns = [(seconds(session.step), seconds(theirs)) for _ in range(rounds)]
-    return Row(*(statistics.median(column) for column in zip(*turns, strict=True)), own, others)
+    columns = *zip(*turns, strict=True), [mine / other for mine, other in turns]
+    return Row(*map(statistics.median, columns), own, others)
 
 
 def timed(name: str, compute: str, tokens: int, rounds: int, true: Found, targets: Targets) -> list[str]:
@@ -472,7 +472,7 @@ The CPU has {", ".join(has) or "none of the instructions asked for"}; it has not
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", type=int, help="of the picture, a square number, for times; 1024, or 256 in fp32")
-    parser.add_argument("--rounds", type=int, default=3, help="timed steps of each side")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each side")
     parser.add_argument("--compute", choices=("bf16", "fp32"), help="dtype for times; by the CPU's instructions")
     parser.add_argument("--family", nargs="+", choices=tuple(SIZES), default=list(SIZES))
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("RESULTS.md"))

@@ -263,6 +263,7 @@ def load_base_model(
     allow_distilled: bool = False,
     blocks_on_cpu: int | str = AUTO,
     quantized_cache: str | Path | None = None,
+    eight_bit_compute: bool | str = False,
 ) -> GraftPatcher:
     """A MODEL of a file, of which the header alone is read now: the weights follow when they are first needed.
 
@@ -282,6 +283,7 @@ def load_base_model(
         quantized_cache="" if quantized_cache is None else str(quantized_cache),
         allow_distilled=allow_distilled,
         blocks_on_cpu=blocks_on_cpu,
+        eight_bit_compute=eight_bit_compute,
     )
     # The unconditional one of a pair can be sampled from too; a run on it is refused by its checks.
     file = open_model_file(path, unconditional=Path(path).is_file())

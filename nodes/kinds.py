@@ -8,7 +8,10 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..trainer.settings import AUTO
+
 CATEGORY = "model/training/graft"
+SWITCH: dict[str, bool | str] = {AUTO: AUTO, "on": True, "off": False}
 
 Pictures = io.Custom("GRAFT_PICTURES")
 Dataset = io.Custom("GRAFT_DATASET")

@@ -14,9 +14,8 @@ from ..trainer.optimizers import OPTIMIZERS
 from ..trainer.schedule import SCHEDULES
 from ..trainer.settings import AUTO, SAVE_DTYPES, TrainSettings
 from .guard import guarded
-from .kinds import CATEGORY, LoraSettingsKind, Preview, PreviewRequest, TrainSettingsKind
+from .kinds import CATEGORY, SWITCH, LoraSettingsKind, Preview, PreviewRequest, TrainSettingsKind
 
-SWITCH: dict[str, bool | str] = {AUTO: AUTO, "on": True, "off": False}
 PRESETS = tuple(dict.fromkeys(preset for family in FAMILIES.values() for preset in family.presets))
 MOST_PROMPTS = 8
 SEEDS = 2**53 - 1  # the largest whole number that a widget holds exactly
