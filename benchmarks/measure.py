@@ -38,7 +38,7 @@ SIZES = {
     ),
 }  # fmt: skip
 LATENTS = {"krea2": (16, 64, 64), "ideogram4": (128, 32, 32)}
-# GFLOP of a step at least: without recomputation, with.
+# GFLOP of a step at least: without recomputation, and with that of all blocks.
 LEAST_GFLOP = {"krea2": (285.0, 389.2), "ideogram4": (292.8, 401.4)}
 
 

@@ -134,6 +134,9 @@ def peer_counts(name: str, precision: str, recomputing: bool, adapter: torch.dty
 
 def counted(name: str, targets: Targets) -> list[str]:
     title, least = FAMILIES[name].title, least_bytes(name)
+    without, with_all = LEAST_GFLOP[name]
+    # What the last block keeps is there when the backward pass begins: it needs no recomputation.
+    least_flops = without, without + (with_all - without) * (BLOCKS - 1) / BLOCKS
     lines = [
         f"### {title}: FLOPs and bytes",
         "",
@@ -149,7 +152,7 @@ def counted(name: str, targets: Targets) -> list[str]:
                 sides["the same, fp32 adapter, autocast"] = peer_counts(name, precision, way == "on", torch.float32)
                 dense_kept[way] = ours.kept
             for side, counts in sides.items():
-                flops, kept = counts.gflop / LEAST_GFLOP[name][index], counts.kept / BLOCKS
+                flops, kept = counts.gflop / least_flops[index], counts.kept / BLOCKS
                 peak = counts.peak / theirs.peak
                 marks = ["", "", ""]
                 if side == "Graft":
@@ -324,7 +327,7 @@ def compared(name: str, tokens: int, targets: Targets) -> tuple[list[str], Found
     lines = [
         f"### {title}: the same numbers, in fp32",
         "",
-        "| checkpointing | loss differs from the peer's by | gradient by | from the plain path |",
+        "| checkpointing | loss differs from the peer's by | gradient by | bits of the plain path's |",
         "|---|---|---|---|",
     ]
     pair = make_pair(name, "fp32", "fp32", tokens)
@@ -338,7 +341,7 @@ def compared(name: str, tokens: int, targets: Targets) -> tuple[list[str], Found
         loss, gradient = ours.off(theirs)
         if loss > SAME_LOSS or gradient > SAME_GRADIENT:
             raise SystemExit(f"{where}: not the same loss ({loss:.1e}) and gradients ({gradient:.1e})")
-        lines.append(f"| {way} | {loss:.1e} | {gradient:.1e} | {'not in a bit' if same else 'in some'}{mark} |")
+        lines.append(f"| {way} | {loss:.1e} | {gradient:.1e} | {'identical' if same else 'differs'}{mark} |")
     return lines, ours
 
 
@@ -389,7 +392,7 @@ def _turns(where: str, pair: Pair, session: TrainSession, true: Found, rounds: i
         same: both sides compute the same, so that Graft's numbers must be no worse.
 
     Raises:
-        SystemExit: they are.
+        SystemExit: Graft's gradient is further off than the peer's.
     """
     theirs = peer_step(pair)
     with session:
@@ -457,7 +460,8 @@ Krea 2 and Ideogram 4 with {BLOCKS} blocks of hidden width {measure.WIDTH}, rank
 linears, batch 1, {TEXT} text tokens; diffusers' models have the same weights, mapped by name.
 
 **FLOPs and bytes** are counted in bf16 with {measure.IMAGE} tokens of the picture, of tensors without data: exact, and
-the same on every machine. FLOPs are those of matrix products and attention. Bytes are storages alive, weights and
+the same on every machine. FLOPs are those of matrix products and attention; with checkpointing the least is without
+recomputing the last block, whose tensors are there when the backward pass begins. Bytes are storages alive, weights and
 adapter excluded: **kept** between forward and backward, by block; **peak** over both. The peer's adapter is bf16, the
 least it can do; its fp32 adapter under autocast is shown beside.
 

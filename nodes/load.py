@@ -76,8 +76,9 @@ class LoadModel(io.ComfyNode):
                     default="off",
                     optional=True,
                     advanced=True,
-                    tooltip="Trains an fp8 or int8 model with products in 8 bits: faster where the card has them, a "
-                    "little coarser. auto: where a short measurement at the start of a run finds them faster.",
+                    tooltip="Trains an fp8 or int8 model with products in 8 bits, a little coarser. auto: where a "
+                    "short measurement at the start of a run finds them faster. on: refused where they cannot be. Not "
+                    "yet seen on a card.",
                 ),
             ],
             outputs=[

@@ -192,8 +192,13 @@ def _base_of(run: Path) -> Path | None:
     """The base that a run was trained on, if its file is still there."""
     from ..trainer.settings import CONFIG, resume_settings
 
-    path = Path(resume_settings(run).model.path) if (run / CONFIG).is_file() else None
-    return path if path is not None and path.exists() else None
+    if not (run / CONFIG).is_file():
+        return None
+    try:
+        path = resume_settings(run).model.path
+    except SettingsError:  # of another version of Graft; most layouts need no base
+        return None
+    return Path(path) if path and Path(path).exists() else None
 
 
 def lora_target(name: str) -> Path:

@@ -207,7 +207,7 @@ class LoraLinear(PeftLinear):
             owner.to(device)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        name = self._plain()
+        name = None if args or kwargs else self._plain()
         if name is not None:
             factors = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
             if torch.is_grad_enabled():
@@ -299,9 +299,13 @@ def _scaled(up: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 
 def _add_change(y: Tensor, x: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """y + s · B A x in the place of y, (…, out) of its own: the sum is part of the second product, and rounded once."""
-    low = F.linear(x, down.to(x.dtype)).flatten(0, -2)
-    y.flatten(0, -2).addmm_(low, _scaled(up, scale, x.dtype).T)
+    """y + s · B A x, written into y: the second product adds straight into it, so that the sum is rounded once.
+
+    Args:
+        y: (…, out) in one piece that nobody else reads, or the view is refused.
+    """
+    low = F.linear(x, down.to(x.dtype)).view(-1, len(down))
+    y.view(-1, y.shape[-1]).addmm_(low, _scaled(up, scale, x.dtype).T)
     return y
 
 

@@ -76,7 +76,7 @@ def rows(families: Iterable[Family], cards: Iterable[float], question: Question)
 
 def _checkpointing(work: Workload) -> str:
     if work.checkpointing is True or not work.checkpointing:
-        return "all" if work.checkpointing else "off"
+        return "least memory" if work.checkpointing else "off"
     return f"{work.checkpointing} of {work.blocks}"
 
 

@@ -83,7 +83,7 @@ class _Pass(AbstractContextManager[None]):
 
 
 def lean() -> bool:
-    """Whether a block is passed through, forward or again, of whose graph the least memory is wanted."""
+    """Whether the block that runs, for the first time or recomputed, should build the smallest graph."""
     tape = _TAPE.get()
     return tape is not None and tape.lean
 

@@ -93,7 +93,7 @@ def checkpointed(
 
 
 def _recomputing(forward: Any, block: nn.Module, keeps: bool | nn.Module, lean: bool, x: Tensor, *args: Any) -> Any:
-    if not torch.is_grad_enabled() or (keeps is True and x.numel() < SMALL):
+    if not torch.is_grad_enabled() or (keeps is True and not lean and x.numel() < SMALL):
         return forward(x, *args)
     tape = Tape(keeps, _unneeded(block, args), lean)
     return checkpoint(forward, x, *args, use_reentrant=False, context_fn=tape.contexts)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 FITS_CACHES = 2**19  # numbers, 2 MiB in fp32
 
 _NAN, _NEGATIVE_NAN = 0x7F, 0xFF
-_KEPT = -(2**31) | 0x7F << 20  # the sign, and the seven other bits where they are put
+_KEPT = -(2**15) | 0x7F << 7  # the sign, and the seven other bits where they are put
 
 
 def is_cpus(tensor: Tensor) -> bool:
@@ -30,13 +30,13 @@ def one_dtype(x: Tensor) -> Tensor:
 def widened(data: Tensor) -> Tensor:
     """8-bit numbers → fp32, the same to the bit as `.float()`.
 
-    The bits of a float8_e4m3fn, put where fp32 has sign, exponent and mantissa, are the number over 2¹²⁰, subnormal
-    ones included: fp32's exponent counts from 127, fp8's from 7.
+    The bits of a float8_e4m3fn, put where fp16 has sign, exponent and mantissa, are the number over 2⁸, subnormal ones
+    included: fp16's exponent counts from 15, fp8's from 7.
     """
-    if data.dtype != torch.float8_e4m3fn or _has_nan(data):
+    if data.dtype != torch.float8_e4m3fn or not data.numel() or _has_nan(data):
         return data.float()
-    bits = data.view(torch.int8).int().bitwise_left_shift_(20).bitwise_and_(_KEPT)
-    return bits.view(torch.float32).mul_(2.0**120)
+    bits = data.view(torch.int8).short().bitwise_left_shift_(7).bitwise_and_(_KEPT)
+    return bits.view(torch.float16).float().mul_(2.0**8)
 
 
 def _has_nan(data: Tensor) -> bool:

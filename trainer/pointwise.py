@@ -3,8 +3,9 @@
 A family marks such a function with `pointwise`; whether it runs as it is written or compiled is for `compiling.py` to
 say, while a session is open. A norm counts too: it reduces over the last axis, and mixes no tokens.
 
-Where the least memory is wanted, it is the graph of one block that decides: the backward pass makes it whole, beside
-what the others keep. Half of it is fp32 on the way from one bf16 tensor to the next, which is made again instead.
+Where blocks recompute for the least memory, the peak is the graph of one block, which the backward pass builds whole.
+Half of that graph is fp32 on the way from one bf16 tensor to the next: it is made again instead of kept. What is
+compiled keeps little by itself, and recomputes in its fused backward.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _TENSOR = object()
 def pointwise(function: Function) -> Function:
     """Marks a pure function of tensors, and of plain values, by position.
 
-    In a lean block (`kept.Tape`) its graph keeps its arguments alone, and not what it makes on the way to the result.
+    In a lean block (`kept.Tape`), unless it is compiled, its graph keeps its arguments alone, and not what it makes on
+    the way to the result.
 
     Of a tensor with three axes or more the first two, batch and tokens, may be of any size; the others are of the
     model's.
@@ -41,7 +43,7 @@ def pointwise(function: Function) -> Function:
 
 
 def lean_pointwise(function: Function) -> Function:
-    """Marks such a function whose own graph keeps its arguments at most."""
+    """Marks such a function that needs no help: its own graph keeps no more than its arguments."""
     return _marked(function, lean=True)
 
 
@@ -57,7 +59,8 @@ def _marked(function: Function, lean: bool) -> Function:
             return function(*args)
         if kept.lean():
             return _FromArguments.apply(function, *args)
-        # With a node of its own an argument's gradient is summed up before it is added to others', as it is there.
+        # `_FromArguments` sums up an argument's gradient before others are added to it: the view makes it so here, too,
+        # and so the same bits.
         return function(*(value.view_as(value) if _has_graph(value) else value for value in args))
 
     return call

@@ -29,9 +29,9 @@ from .quiet import quiet_torchao
 Buffers = Mapping[str, Tensor]
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
-# Weights quantised at once. On the CPU 2 MiB in fp32, which stays in its caches: on two cores larger pieces take up to
-# eight times as long. A GPU wants larger ones, so that starting its kernels does not count.
-PIECE = {"cpu": 2**19, "cuda": 2**24}
+# Weights quantised at once. On the CPU as many as its caches hold: on two cores larger pieces take up to eight times as
+# long. A GPU wants larger ones, so that starting its kernels does not count.
+PIECE = {"cpu": on_cpu.FITS_CACHES, "cuda": 2**24}
 
 
 def pieces(weight: Tensor, multiple: int) -> Iterator[tuple[slice, Tensor]]:
@@ -129,8 +129,8 @@ class _PerRow(Format):
         if not on_cpu.is_cpus(data):
             # 8-bit data are exact in bf16; the in-place product is formed in fp32 and rounded once.
             return data.to(dtype).mul_(scale)
-        weight = torch.empty(shape, dtype=dtype)
-        rows = max(1, on_cpu.FITS_CACHES // shape[1])
+        weight = torch.empty(shape, dtype=dtype, device=data.device)
+        rows = max(1, on_cpu.FITS_CACHES // max(1, shape[1]))
         for out, *part in zip(weight.split(rows), data.split(rows), scale.split(rows), strict=True):
             out.copy_(on_cpu.widened(part[0]).mul_(part[1]))
         return weight

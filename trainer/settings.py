@@ -137,8 +137,8 @@ class TrainSettings:
         weight_decay: of the optimiser, decoupled.
         max_grad_norm: gradients are scaled down to this norm; 0 leaves them.
         timesteps: distribution of the noise level.
-        checkpointing: recompute activations block by block: true in all of them, which takes the least memory; false
-            in none; a number in so many; `auto` in as few as it takes to fit.
+        checkpointing: recompute activations block by block: true for the least memory, in all of them but the last,
+            where it would save none; false in none; a number in so many; `auto` in as few as it takes to fit.
         compile: compile the blocks' element-wise work; `auto` on a card where that works.
         ema: decay of the moving average that is saved and previewed in the weights' place; 0 for none.
         save_every: steps between saves of LoRA and state; 0 for the end alone.

@@ -134,16 +134,30 @@ def _compare(content: Mapping[str, Any], marks: Mapping[str, Any]) -> None:
 
 
 def _content(path: Path, mapped: bool = False) -> dict[str, Any]:
-    """What is in the file. Where it is mapped, a tensor's bytes are read when they are used: the file must stay."""
+    """What is in the file.
+
+    Args:
+        mapped: for a caller that lets go of it at once and uses no tensor: their bytes are not read.
+    """
     if not path.is_file():
         raise SettingsError(f"{path.parent} holds no saved state: there is nothing to resume")
     try:
         # Plain tensors and containers only: a state file cannot run code.
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        content = _load(path, mapped)
         content["fingerprint"]["precision"]
     except Exception as error:  # torch raises many kinds for a damaged archive
         raise SettingsError(f"{path} is damaged and cannot be resumed from ({type(error).__name__})") from error
     return content
+
+
+def _load(path: Path, mapped: bool) -> dict[str, Any]:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception:
+        if not mapped:
+            raise
+        # Not every file system can map a file.
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _short(value: Any) -> str:

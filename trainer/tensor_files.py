@@ -50,16 +50,14 @@ PIECE = 2**24  # bytes of one read or write: a system call takes 2 GiB at most, 
 SAMPLE = 2**20  # bytes of one sample of a file
 
 Shape = tuple[int, ...]
+Entry = tuple[torch.dtype, Shape]
+Layout = Mapping[str, Entry]
 
 
 def add_tensor(digest: Any, tensor: Tensor) -> None:
-    """Feeds a tensor's shape and bytes to a hash of hashlib's."""
+    """Feeds a tensor's shape and bytes, not its dtype, to a hash of hashlib's."""
     digest.update(str(tuple(tensor.shape)).encode())
     digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-
-
-Entry = tuple[torch.dtype, Shape]
-Layout = Mapping[str, Entry]
 
 
 class Arena:

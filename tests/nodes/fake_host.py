@@ -59,10 +59,13 @@ def make(folder: Path) -> ModuleType:
     host.texts, host.bars, host.calls, host.interrupt = [], [], [], False
     host.finish = threading.Event()
 
-    def load_base_model(path, precision, compute_dtype, allow_distilled, blocks_on_cpu, quantized_cache):
+    def load_base_model(
+        path, precision, compute_dtype, allow_distilled, blocks_on_cpu, quantized_cache, eight_bit_compute
+    ):
         settings = ModelSettings(
-            str(path), "", precision, compute_dtype, "cpu", quantized_cache, allow_distilled, blocks_on_cpu
-        )
+            str(path), "", precision, compute_dtype, "cpu", quantized_cache, allow_distilled, blocks_on_cpu,
+            eight_bit_compute,
+        )  # fmt: skip
         check_variant(open_model_file(path), allow_distilled)
         return GraftPatcher(Hosted(settings))
 

@@ -337,6 +337,14 @@ def test_a_distilled_base_needs_the_switch(graph, tmp_path):
     assert graph.run("GraftLoadModel", model_name="krea2-turbo.safetensors", allow_distilled=True)[0].hosted
 
 
+@pytest.mark.parametrize(("chosen", "wanted"), [(None, False), ("off", False), ("on", True), ("auto", "auto")])
+def test_products_in_8_bits_are_asked_for_by_a_switch(graph, chosen, wanted):
+    """A workflow from before there was one goes on without."""
+    asked = {} if chosen is None else {"eight_bit_compute": chosen}
+    model = graph.run("GraftLoadModel", model_name="krea2.safetensors", **asked)[0]
+    assert model.hosted.settings.eight_bit_compute == wanted
+
+
 def test_the_second_transformer_can_be_queued_and_not_trained(graph, tmp_path):
     """Its published name says what it is: previews and DualModelGuider need it loaded."""
     from graft_lora.trainer.errors import WrongModelError

@@ -402,10 +402,10 @@ def test_a_file_that_reads_back_differently_is_noticed(tmp_path, monkeypatch):
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_an_open_session_checkpoints_pins_and_trains_even_where_gradients_are_off(tmp_path, checkpointing):
     graft = session(tmp_path, "krea2", checkpointing=checkpointing)
-    *blocks, last = graft.base.family.by_place(graft.base.model)[0]
+    (*blocks, last), trunk = graft.base.family.by_place(graft.base.model)
     with torch.no_grad(), graft:
         # Whether a block recomputes everything, or is slim, as the last one always is: what it keeps.
-        assert all(block.forward.args[2] is not checkpointing for block in blocks)
+        assert all(block.forward.args[2] is not checkpointing for block in (*blocks, *trunk))
         assert last.forward.args[2] is True
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert torch.is_grad_enabled()

@@ -14,7 +14,7 @@ from graft_lora.trainer.adapters import LoraSettings
 from graft_lora.trainer.base_model import choose_format
 from graft_lora.trainer.errors import SettingsError
 from graft_lora.trainer.families import FAMILIES
-from graft_lora.trainer.quantization import FORMATS, FrozenLinear, NearestLevel, format_of, quantize_model
+from graft_lora.trainer.quantization import FORMATS, NF4, FrozenLinear, NearestLevel, format_of, quantize_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -49,10 +49,13 @@ def test_dequantised_weight_equals_torchao(mode):
     assert layer.data.element_size() == 1
 
 
-def test_nf4_dequantises_alike_in_one_chunk_and_in_many(monkeypatch):
+@pytest.mark.parametrize("on_the_cpu", [True, False])
+def test_nf4_dequantises_alike_in_one_chunk_and_in_many(monkeypatch, on_the_cpu):
     layer = FrozenLinear(256, 256).store(weight(256, 256), FORMATS["nf4"])
     whole = layer.dequantized(torch.float32)
+    monkeypatch.setattr(on_cpu, "is_cpus", lambda tensor: on_the_cpu)
     monkeypatch.setattr(on_cpu, "FITS_CACHES", 64 * 100)
+    monkeypatch.setattr(NF4, "chunk", 64 * 100)
     assert torch.equal(layer.dequantized(torch.float32), whole)
 
 

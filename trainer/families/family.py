@@ -173,7 +173,7 @@ class Family(ABC):
 
     @abstractmethod
     def blocks(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The blocks worth recomputing, by official name, in the order in which they run."""
+        """The blocks worth recomputing, those of a text trunk too, by official name; `by_place` knows their order."""
 
     def block_of(self, module: str) -> int | None:
         """Number of the transformer block that a module, by official name, is or stands in; None outside of them."""
@@ -231,10 +231,11 @@ class _Swiglu(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         gate, up = ctx.saved_tensors
-        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
-        return grad_gate, F.silu(gate).mul_(grad)
+        for_gate, for_up = ctx.needs_input_grad
+        grad_gate = torch.ops.aten.silu_backward(grad * up, gate) if for_gate else None
+        return grad_gate, F.silu(gate).mul_(grad) if for_up else None
 
 
 @lean_pointwise
