@@ -428,8 +428,9 @@ def leaving(host, monkeypatch):
             hosted._leave()
 
     monkeypatch.setattr(HostedBase, "to_host", to_host)
-    # ComfyUI's offload device must differ from the load device for a move to be asked for.
-    monkeypatch.setattr(host.management, "unet_offload_device", lambda: torch.device("meta"))
+    # The offload device must differ from the load device for a move to be asked for, which on this host are one.
+    elsewhere = property(lambda self: torch.device("meta"), lambda self, device: None)
+    monkeypatch.setattr(host.GraftPatcher, "offload_device", elsewhere, raising=False)
     return left
 
 
