@@ -8,13 +8,19 @@ The sizes and the least are those of reference/peer-benchmark.md: four blocks, h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
+from graft_lora.trainer import adapters
+from graft_lora.trainer.families import FAMILIES
 from graft_lora.trainer.families.ideogram4 import Ideogram4Config
 from graft_lora.trainer.families.krea2 import Krea2Config
-from graft_lora.trainer.live_bytes import LiveBytes
-from torch import Tensor
+from graft_lora.trainer.live_bytes import LiveBytes, tensors_of
+from graft_lora.trainer.lora_settings import LoraSettings
+from graft_lora.trainer.plan import Workload, _give_storages, skeleton
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
@@ -119,3 +125,32 @@ def count_step(step: Callable[[], Iterator[None]], alive: Iterable[Tensor]) -> C
         for _ in running:
             pass
     return Counts(kept / MIB, (live.peak - before) / MIB, flops.total / GFLOP)
+
+
+def graft_counts(name: str, precision: str, way: Callable[[list[nn.Module]], AbstractContextManager[None]]) -> Counts:
+    """Of a step of Graft at the published size, in bf16, its text trunk's output cached, without data.
+
+    Args:
+        name: of the family.
+        precision: of the base.
+        way: opens what its blocks keep and recompute, until the backward pass has ended.
+    """
+    family, lora = FAMILIES[name], LoraSettings(rank=RANK, alpha=RANK)
+    model = skeleton(Workload(family, SIZES[name], LATENTS[name], TEXT, lora=lora, precision=precision))
+    targets = adapters.resolve_targets(family, adapters.linears(model), lora)
+    adapters.inject(model, "a", lora, targets, torch.Generator())
+    for trunk in family.text_trunk:
+        delattr(model, trunk)
+    with torch.inference_mode(False), torch.enable_grad(), FakeTensorMode():
+        _give_storages(model)
+        noisy, sigma_B = torch.empty(1, *LATENTS[name]), torch.empty(1)
+        text = torch.empty(1, TEXT, WIDTH, dtype=torch.bfloat16)
+        blocks = list(family.blocks(model).values())
+
+        def step() -> Iterator[None]:
+            with adapters.active(model, "a", train=True), way(blocks):
+                loss = model(noisy, sigma_B, text=text).float().square().mean()
+                yield
+                loss.backward()
+
+        return count_step(step, tensors_of(model))

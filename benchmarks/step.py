@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -32,15 +32,13 @@ import torch
 from graft_lora.trainer import adapters, attention, eight_bit_choice, memory
 from graft_lora.trainer.base_model import Base, choose_format, compute_dtype_of
 from graft_lora.trainer.families import FAMILIES, Transformer
-from graft_lora.trainer.live_bytes import tensors_of
 from graft_lora.trainer.loop import TrainSession
 from graft_lora.trainer.lora_settings import LoraSettings
 from graft_lora.trainer.objective import add_noise, draw_noise, draw_sigmas, velocity_loss
-from graft_lora.trainer.plan import Workload, _give_storages, skeleton
 from graft_lora.trainer.quantization import quantize_model
 from graft_lora.trainer.samples import Sample
 from graft_lora.trainer.settings import TrainSettings
-from measure import BLOCKS, LATENTS, LEAST_GFLOP, RANK, SIZES, TEXT, Counts, count_step, least_bytes
+from measure import BLOCKS, LATENTS, LEAST_GFLOP, RANK, SIZES, TEXT, Counts, count_step, graft_counts, least_bytes
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -86,29 +84,6 @@ class Targets:
 # --- FLOPs and bytes, without data, in bf16, at the published size ----------------------------------------------------
 
 
-def graft_counts(name: str, precision: str, recomputing: bool | int) -> Counts:
-    family = FAMILIES[name]
-    model = skeleton(Workload(family, SIZES[name], LATENTS[name], TEXT, lora=LORA, precision=precision))
-    targets = adapters.resolve_targets(family, adapters.linears(model), LORA)
-    adapters.inject(model, "a", LORA, targets, torch.Generator())
-    # Its output is cached.
-    for trunk in family.text_trunk:
-        delattr(model, trunk)
-    with torch.enable_grad(), FakeTensorMode():
-        _give_storages(model)
-        noisy, sigma_B = torch.empty(1, *LATENTS[name]), torch.empty(1)
-        text = torch.empty(1, TEXT, measure.WIDTH, dtype=torch.bfloat16)
-        blocks = list(family.blocks(model).values())
-
-        def step() -> Iterator[None]:
-            with adapters.active(model, "a", train=True), memory.recomputing(blocks, (), recomputing):
-                loss = model(noisy, sigma_B, text=text).float().square().mean()
-                yield
-                loss.backward()
-
-        return count_step(step, tensors_of(model))
-
-
 def peer_counts(name: str, precision: str, recomputing: bool, adapter: torch.dtype = torch.bfloat16) -> Counts:
     """An fp32 adapter computes under autocast, as in diffusers' own training scripts."""
     with torch.device("meta"):
@@ -132,6 +107,11 @@ def peer_counts(name: str, precision: str, recomputing: bool, adapter: torch.dty
         return count_step(step, alive)
 
 
+def recomputing(how_many: bool | int) -> Callable[[list[nn.Module]], AbstractContextManager[None]]:
+    """The blocks as the setting `checkpointing` has them."""
+    return lambda blocks: memory.recomputing(blocks, (), how_many)
+
+
 def counted(name: str, targets: Targets) -> list[str]:
     title, least = FAMILIES[name].title, least_bytes(name)
     without, with_all = LEAST_GFLOP[name]
@@ -146,7 +126,8 @@ def counted(name: str, targets: Targets) -> list[str]:
     dense_kept = {}
     for precision in ("bf16", *QUANTISED):
         for index, way in enumerate(("off", "on")):
-            ours, theirs = graft_counts(name, precision, way == "on"), peer_counts(name, precision, way == "on")
+            ours = graft_counts(name, precision, recomputing(way == "on"))
+            theirs = peer_counts(name, precision, way == "on")
             sides = {"Graft": ours, "diffusers + PEFT": theirs}
             if precision == "bf16":
                 sides["the same, fp32 adapter, autocast"] = peer_counts(name, precision, way == "on", torch.float32)
@@ -170,7 +151,7 @@ def counted(name: str, targets: Targets) -> list[str]:
                     f"{by_least} | {counts.peak:.0f} | {peak:.2f}{marks[2]} |"
                 )
             if way == "off":
-                between = graft_counts(name, precision, BLOCKS // 2)
+                between = graft_counts(name, precision, recomputing(BLOCKS // 2))
                 lines.append(
                     f"| {precision} | {BLOCKS // 2} of {BLOCKS} blocks | Graft | {between.gflop:.1f} | | "
                     f"{between.kept / BLOCKS:.1f} | | {between.peak:.0f} | |"

@@ -90,7 +90,7 @@ class Report:
         return max(self.modules, key=lambda module: module.difference, default=None)
 
     def lines(self) -> list[str]:
-        """What was converted, how exact it is, and where a rank was chosen, what that costs as a whole."""
+        """What was converted, how exact it is, and last, where a rank was chosen, what that costs as a whole."""
         worst = self.worst
         lines = [
             f"{self.family}, {self.producer} ({self.source_layout}) → {self.layout}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from comfy_api.latest import io
 from ..lora_convert import LAYOUTS, Sizes, convert_state, open_lora, read_lora, write_state
 from ..lora_convert.convert import DTYPES
 from ..trainer.errors import SettingsError, some
+from ..trainer.settings import CONFIG
 from . import host
 from .bases import NONE, base_input, base_options
 from .guard import guarded
@@ -190,14 +192,8 @@ class SaveLora(io.ComfyNode):
 
 def _base_of(run: Path) -> Path | None:
     """The base that a run was trained on, if its file is still there."""
-    from ..trainer.settings import CONFIG, resume_settings
-
-    if not (run / CONFIG).is_file():
-        return None
-    try:
-        path = resume_settings(run).model.path
-    except SettingsError:  # of another version of Graft; most layouts need no base
-        return None
+    config = run / CONFIG
+    path = json.loads(config.read_text(encoding="utf-8"))["model"]["path"] if config.is_file() else ""
     return Path(path) if path and Path(path).exists() else None
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import kept
+from . import kept, saved_values
 
 # The operator itself rather than `torch.nn.functional`'s name for it: other packs put inference kernels without a
 # backward (SageAttention, for one) under that name.
@@ -87,7 +87,6 @@ class Kernel(NamedTuple):
 
 
 _aten = torch.ops.aten
-_TENSOR = object()
 
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Any, ...]:
@@ -218,18 +217,15 @@ class _Attention(torch.autograd.Function):
             return kernel.forward(*_by_head(q_BLHK, k_BLGK, v_BLGK), added)
 
         made = kept.once(make)
-        tensors = [entry for entry in made if isinstance(entry, Tensor)]
-        ctx.save_for_backward(q_BLHK, k_BLGK, v_BLGK, mask, *tensors)
-        # Numbers, and None where a kernel gives no tensor; `_TENSOR` where one was.
-        ctx.kernel, ctx.rest = kernel, [_TENSOR if isinstance(entry, Tensor) else entry for entry in made]
+        # A kernel also gives numbers, and None where it has no tensor.
+        saved_values.save(ctx, (q_BLHK, k_BLGK, v_BLGK, mask, *made))
+        ctx.kernel = kernel
         # A view of the output would be a view of a kept tensor, which autograd does not let a Function return.
         return made[0].detach().transpose(1, 2).flatten(2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_BLHK, k_BLGK, v_BLGK, mask, *tensors = ctx.saved_tensors
-        found = iter(tensors)
-        made = [next(found) if entry is _TENSOR else entry for entry in ctx.rest]
+        q_BLHK, k_BLGK, v_BLGK, mask, *made = saved_values.saved(ctx)
         heads, groups = q_BLHK.shape[2], q_BLHK.shape[2] // k_BLGK.shape[2]
         grad = grads[0].unflatten(-1, (heads, -1)).transpose(1, 2)
         added = None if mask is None else _added(mask, q_BLHK.dtype)

@@ -19,7 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from .on_cpu import is_cpus, one_dtype
+from .on_cpu import largest_of_rows, one_dtype
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 DTYPES = {"int8": INT8, "fp8": FP8}  # by the format's name
@@ -89,11 +89,7 @@ def quantize_rows(x_MK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     A row of zeros stays one. A row with a NaN or an infinity gets a scale that is not finite, so that its products are
     not either.
     """
-    # A norm takes one pass and no copy; the CPU, for which that is its slowest reduction, ten times as long.
-    norm = torch.linalg.vector_norm
-    largest_M1 = x_MK.abs().amax(1, keepdim=True) if is_cpus(x_MK) else norm(x_MK, math.inf, dim=1, keepdim=True)
-    largest_M1 = largest_M1.float()
-    scale_M1 = (largest_M1 / LARGEST[dtype]).clamp_min_(_TINY)
+    scale_M1 = (largest_of_rows(x_MK) / LARGEST[dtype]).clamp_min_(_TINY)
     scaled_MK = one_dtype(x_MK) / scale_M1
     rounded_MK = scaled_MK.round_() if dtype == INT8 else scaled_MK
     return rounded_MK.to(dtype, memory_format=torch.contiguous_format), scale_M1

@@ -7,6 +7,8 @@ several times as fast as what does not. A card knows neither, and would pay for 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -25,6 +27,13 @@ def is_cpus(tensor: Tensor) -> bool:
 def one_dtype(x: Tensor) -> Tensor:
     """An operand for an operation with an fp32 one: on the CPU in fp32, elsewhere as it is."""
     return x.float() if is_cpus(x) else x
+
+
+def largest_of_rows(x_MK: Tensor) -> Tensor:
+    """max|row|, (M, 1) in fp32. A norm makes no copy, and is the slowest reduction that the CPU has."""
+    if is_cpus(x_MK):
+        return x_MK.abs().amax(1, keepdim=True).float()
+    return torch.linalg.vector_norm(x_MK, math.inf, dim=1, keepdim=True).float()
 
 
 def widened(data: Tensor) -> Tensor:

@@ -19,15 +19,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import kept
+from . import kept, saved_values
 
 Function = Callable[..., Tensor]
 Runner = Callable[[Function, tuple[Any, ...]], Tensor]
 
 # Not a context variable: a recomputation may run in a thread of autograd's own, and must run as its forward pass did.
 _runners: list[Runner] = []
-
-_TENSOR = object()
 
 
 def pointwise(function: Function) -> Function:
@@ -85,15 +83,14 @@ class _FromArguments(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, function: Function, *args: Any) -> Tensor:
-        ctx.save_for_backward(*(value for value in args if isinstance(value, Tensor)))
-        ctx.function, ctx.args = function, [_TENSOR if isinstance(value, Tensor) else value for value in args]
+        saved_values.save(ctx, args)
+        ctx.function = function
         return function(*args)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = iter(ctx.saved_tensors)
-        args = [next(tensors).detach() if value is _TENSOR else value for value in ctx.args]
+        args = [value.detach() if isinstance(value, Tensor) else value for value in saved_values.saved(ctx)]
         wanted = [
             value.requires_grad_() for value, needed in zip(args, ctx.needs_input_grad[1:], strict=True) if needed
         ]

@@ -119,12 +119,7 @@ def test_a_second_run_gets_a_folder_and_an_adapter_of_its_own(graph, model, data
 
 
 def test_stop_saves_says_where_and_passes_the_interruption_on(graph, model, dataset):
-    def press():
-        graph.host.interrupt = True
-
-    StopAfter(graph, 2, press)
-    with pytest.raises(fake_host.Interrupted):
-        train(graph, model, dataset, steps=4, name="zorb")
+    stop_after_two_of_four(graph, model, dataset)
     folder = graph.host.output_directory() / "graft" / "zorb"
     assert (folder / "zorb.safetensors").is_file()
     assert (folder / "state").is_dir()

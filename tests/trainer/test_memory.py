@@ -8,14 +8,11 @@ import pytest
 import tiny
 import torch
 from graft_lora.trainer import adapters, attention, memory
-from graft_lora.trainer.adapters import LoraSettings, resolve_targets
-from graft_lora.trainer.families import FAMILIES
+from graft_lora.trainer.adapters import LoraSettings
 from graft_lora.trainer.families.family import swiglu
 from graft_lora.trainer.families.krea2 import TextFusionBlock
 from graft_lora.trainer.live_bytes import LiveBytes, tensors_of
-from graft_lora.trainer.plan import Workload, _give_storages, skeleton
-from measure import BF16, LATENTS, LEAST_GFLOP, LENGTH, MLP, RANK, SIZES, TEXT, WIDTH, count_step, least_bytes
-from torch._subclasses.fake_tensor import FakeTensorMode
+from measure import BF16, BLOCKS, LEAST_GFLOP, LENGTH, MLP, WIDTH, graft_counts, least_bytes
 
 PLAIN = "with autograd's own graph"
 LEAST = "recomputing for the least memory"
@@ -174,28 +171,8 @@ def measured():
 
 
 def _measure(name, way):
-    family = FAMILIES[name]
-    lora = LoraSettings(rank=RANK, alpha=RANK)
-    work = Workload(family, SIZES[name], LATENTS[name], TEXT, lora=lora, precision="bf16", compute_dtype="bf16")
-    model = skeleton(work)
-    targets = resolve_targets(family, adapters.linears(model), lora)
-    adapters.inject(model, "a", lora, targets, torch.Generator())
-    for trunk in family.text_trunk:
-        delattr(model, trunk)
-    with torch.inference_mode(False), torch.enable_grad(), FakeTensorMode():
-        _give_storages(model)
-        noisy, sigma_B = torch.empty(1, *LATENTS[name]), torch.empty(1)
-        text = torch.empty(1, TEXT, WIDTH, dtype=torch.bfloat16)
-        blocks = list(family.blocks(model).values())
-
-        def run():
-            with adapters.active(model, "a", train=True), way(blocks):
-                out = model(noisy, sigma_B, text=text)
-                yield
-                out.float().square().mean().backward()
-
-        counts = count_step(run, tensors_of(model))
-    return counts.kept / len(blocks), counts.gflop, counts.peak
+    counts = graft_counts(name, "bf16", way)
+    return counts.kept / BLOCKS, counts.gflop, counts.peak
 
 
 def products(name, passes):
