@@ -212,7 +212,8 @@ class LoraLinear(PeftLinear):
             factors = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
             if torch.is_grad_enabled():
                 return _LoraMatmul.apply(x, self, *factors)
-            return _add_change(self.base_layer(x), x, *factors)
+            down, up, scale = factors
+            return _add_change(self.base_layer(x), _low(x, down), up, scale)
         base = result = self.base_layer(x, *args, **kwargs)
         if self.disable_adapters:
             return result
@@ -298,42 +299,48 @@ def _scaled(up: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     return (up if scale == 1 else scale * up).to(dtype)
 
 
-def _add_change(y: Tensor, x: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """y + s · B A x, written into y: the second product adds straight into it, so that the sum is rounded once.
+def _low(x: Tensor, down: Tensor) -> Tensor:
+    """A x, (tokens, rank) in x's dtype."""
+    return F.linear(x.flatten(0, -2), down.to(x.dtype))
+
+
+def _add_change(y: Tensor, low: Tensor, up: Tensor, scale: float) -> Tensor:
+    """y + s · B A x, written into y: the product adds straight into it, so that the sum is rounded once.
 
     Args:
         y: (…, out) in one piece that nobody else reads, or the view is refused.
+        low: A x.
     """
-    low = F.linear(x, down.to(x.dtype)).view(-1, len(down))
-    y.view(-1, y.shape[-1]).addmm_(low, _scaled(up, scale, x.dtype).T)
+    y.view(-1, y.shape[-1]).addmm_(low, _scaled(up, scale, low.dtype).T)
     return y
 
 
 class _LoraMatmul(torch.autograd.Function):
-    """A frozen Linear and its LoRA in one step, of which backward needs the input and the master weights alone.
+    """A frozen Linear and its LoRA in one step, of which backward needs the input, the master weights and A x.
 
-    Neither the dequantised weight, nor the working copies of A and B, nor A x are kept: they are made again.
+    Neither the dequantised weight nor the working copies of A and B are kept: they are made again. A x is the rank wide
+    and would read all of x to be made again.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: LoraLinear, down: Tensor, up: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(x, down, up)
+        (low,) = kept.once(lambda: (_low(x, down),))
+        ctx.save_for_backward(x, low, down, up)
         ctx.layer, ctx.scale = layer, scale
 
         def make() -> Tensor:
-            return _add_change(matmul(x, layer.base_layer), x, down, up, scale)
+            return _add_change(matmul(x, layer.base_layer), low, up, scale)
 
         return kept.output(layer, x, layer.out_features, make)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, down, up = ctx.saved_tensors
-        grad, flat = grads[0].flatten(0, -2), x.flatten(0, -2)
-        working = down.to(grad.dtype)
-        low = grad @ _scaled(up, ctx.scale, grad.dtype)
+        x, low, down, up = ctx.saved_tensors
+        grad = grads[0].flatten(0, -2)
+        grad_low = grad @ _scaled(up, ctx.scale, grad.dtype)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = input_gradient(grad, ctx.layer.base_layer).addmm_(low, working).view(x.shape)
-        grad_down = (low.T @ flat).to(down.dtype)
-        grad_up = (grad.T @ F.linear(flat, working)).to(up.dtype)
+            grad_x = input_gradient(grad, ctx.layer.base_layer).addmm_(grad_low, down.to(grad.dtype)).view(x.shape)
+        grad_down = (grad_low.T @ x.flatten(0, -2)).to(down.dtype)
+        grad_up = (grad.T @ low).to(up.dtype)
         return grad_x, None, grad_down, grad_up if ctx.scale == 1 else ctx.scale * grad_up, None

@@ -9,7 +9,7 @@ Shape suffixes: B batch, L tokens, H query heads, G key/value heads, K head widt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import kept, saved_values
+from . import kept
 
 # The operator itself rather than `torch.nn.functional`'s name for it: other packs put inference kernels without a
 # backward (SageAttention, for one) under that name.
@@ -218,14 +218,14 @@ class _Attention(torch.autograd.Function):
 
         made = kept.once(make)
         # A kernel also gives numbers, and None where it has no tensor.
-        saved_values.save(ctx, (q_BLHK, k_BLGK, v_BLGK, mask, *made))
+        _save(ctx, (q_BLHK, k_BLGK, v_BLGK, mask, *made))
         ctx.kernel = kernel
         # A view of the output would be a view of a kept tensor, which autograd does not let a Function return.
         return made[0].detach().transpose(1, 2).flatten(2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_BLHK, k_BLGK, v_BLGK, mask, *made = saved_values.saved(ctx)
+        q_BLHK, k_BLGK, v_BLGK, mask, *made = _saved(ctx)
         heads, groups = q_BLHK.shape[2], q_BLHK.shape[2] // k_BLGK.shape[2]
         grad = grads[0].unflatten(-1, (heads, -1)).transpose(1, 2)
         added = None if mask is None else _added(mask, q_BLHK.dtype)
@@ -239,3 +239,21 @@ class _Attention(torch.autograd.Function):
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A bool mask as what is added to the scores: 0, or minus infinity."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
+_TENSOR = object()
+
+
+def _save(ctx: Any, values: Iterable[Any]) -> None:
+    """Keeps values of which any may be a tensor: autograd counts and checkpoints what it saves itself, which is tensors
+    alone; the others stay on the context.
+    """
+    values = tuple(values)
+    ctx.save_for_backward(*(value for value in values if isinstance(value, Tensor)))
+    ctx.values = [_TENSOR if isinstance(value, Tensor) else value for value in values]
+
+
+def _saved(ctx: Any) -> list[Any]:
+    """The same values, in the backward."""
+    tensors = iter(ctx.saved_tensors)
+    return [next(tensors) if value is _TENSOR else value for value in ctx.values]

@@ -28,12 +28,10 @@ class Tape:
         keeps: True for everything, False for nothing, or the one module whose output alone is kept; what is not kept
             is made again.
         unneeded: a module whose output no gradient depends on: it is neither kept nor made again.
-        lean: whether the graph that a recomputation makes holds as little as it can, at the price of element-wise work
-            being made once more.
     """
 
-    def __init__(self, keeps: bool | nn.Module, unneeded: nn.Module | None = None, lean: bool = False) -> None:
-        self.keeps, self.unneeded, self.lean = keeps, unneeded, lean
+    def __init__(self, keeps: bool | nn.Module, unneeded: nn.Module | None = None) -> None:
+        self.keeps, self.unneeded = keeps, unneeded
         self.replaying = False
         self._tensors: list[Tensors | None] = []
         self._next = 0
@@ -80,12 +78,6 @@ class _Pass(AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         _TAPE.reset(self._token)
-
-
-def lean() -> bool:
-    """Whether the block that runs, for the first time or recomputed, should build the smallest graph."""
-    tape = _TAPE.get()
-    return tape is not None and tape.lean
 
 
 def once(make: Callable[[], Tensors], owner: nn.Module | None = None) -> Tensors:

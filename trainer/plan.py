@@ -374,7 +374,7 @@ def _fewest_recomputed(workload: Workload, budget: Budget) -> Workload:
     # The last one is slim for nothing (`memory.recomputing`), and the more of the others recompute, the less it takes.
     numbers = range(workload.blocks)
     place = bisect_left(numbers, True, key=lambda number: _fits(replace(workload, checkpointing=number), budget))
-    # Even with all of them, what a number lets them keep, or their graphs, which are not lean, may be too much.
+    # Even with all of them, what a number lets them keep may be too much.
     return replace(workload, checkpointing=numbers[place] or False) if place < len(numbers) else workload
 
 

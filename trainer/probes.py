@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..lora_convert import atomic_file
 from . import compiling, eight_bit, optimizers
+from .elementwise import swiglu
 from .errors import first_line
-from .families.family import swiglu
 from .quantization import NF4, format_of
 
 # Of the whole tensor, |found - wanted| / |wanted|. nf4, the coarsest, is at about 0.1 on evenly spread values; a stub

@@ -10,12 +10,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ...lora_convert.tables import Table
-from ..pointwise import lean_pointwise
 
 ROPE_SHAPES = 16  # a few MB each: more than the buckets of most datasets
 
@@ -219,29 +216,6 @@ class Family(ABC):
 def sinusoid(angles: Tensor, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> Tensor:
     """Two halves of a sinusoidal embedding side by side: (B, n) angles → (B, 2n)."""
     return torch.cat([first(angles), second(angles)], dim=-1)
-
-
-class _Swiglu(torch.autograd.Function):
-    """silu(gate) · up, for whose backward gate and up are kept, and as little as can be is alive at a time."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate) * up
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        gate, up = ctx.saved_tensors
-        for_gate, for_up = ctx.needs_input_grad
-        grad_gate = torch.ops.aten.silu_backward(grad * up, gate) if for_gate else None
-        return grad_gate, F.silu(gate).mul_(grad) if for_up else None
-
-
-@lean_pointwise
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up."""
-    return _Swiglu.apply(gate, up)
 
 
 def expit_of_normal(u: Tensor, mean: float, std: float) -> Tensor:

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from ...lora_convert.tables import IDEOGRAM4
 from ..attention import attention
+from ..elementwise import rms_normed, rms_normed_and_rotated, swiglu
 from ..pointwise import pointwise
-from .family import Family, Preview, Transformer, expit_of_normal, sinusoid, swiglu
+from .family import Family, Preview, Transformer, expit_of_normal, sinusoid
 
 # --- facts -----------------------------------------------------------------------------------------------------------
 
@@ -61,30 +62,21 @@ class Ideogram4Config:
 # --- the transformer, written for training ---------------------------------------------------------------------------
 
 
-def _normed(x: Tensor, weight: Tensor, eps: float, scale: Tensor | None = None) -> Tensor:
-    normed = F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps)
-    return (normed if scale is None else scale * normed).to(x.dtype)
-
-
-def _rotated(x_BLHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x_BLHK.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BLHK.dtype)
-
-
-normed = pointwise(_normed)
+@pointwise
+def normed(x: Tensor, weight: Tensor, eps: float, scale: Tensor | None = None) -> Tensor:
+    return rms_normed(x, weight.float() if scale is None else weight.float() * scale, None, eps)
 
 
 @pointwise
 def normed_and_rotated(x_BLHK: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    """A norm, then the first half of each head rotated against the second in fp32 by tables (1, L, 1, K/2), in the
-    input's dtype."""
-    return _rotated(_normed(x_BLHK, weight, eps), cos, sin)
+    """A norm, then the first half of each head rotated against the second by tables (1, L, 1, K/2)."""
+    return rms_normed_and_rotated(x_BLHK, weight.float(), eps, cos, sin, False)
 
 
 @pointwise
 def added(x: Tensor, change: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
     """x + gate · norm(change)."""
-    return x + _normed(change, weight, eps, gate)
+    return x + rms_normed(change, weight.float() * gate, None, eps)
 
 
 class RMSNorm(nn.Module):

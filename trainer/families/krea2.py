@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from ...lora_convert.tables import KREA2
 from ..attention import attention
-from ..pointwise import lean_pointwise, pointwise
-from .family import Family, Preview, Transformer, resolution_mu, shift, sinusoid, swiglu
+from ..elementwise import gated, rms_normed, rms_normed_and_rotated, swiglu
+from ..pointwise import pointwise
+from .family import Family, Preview, Transformer, resolution_mu, shift, sinusoid
 
 # --- facts -----------------------------------------------------------------------------------------------------------
 
@@ -61,37 +62,22 @@ class Krea2Config:
 # --- the transformer, written for training ---------------------------------------------------------------------------
 
 
-def _normed(x: Tensor, weight: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
-    normed = F.rms_norm(x.float(), (x.shape[-1],), 1.0 + weight.float(), NORM_EPS)
-    if scale is not None and shift is not None:
-        normed = (1.0 + scale) * normed + shift
-    return normed.to(x.dtype)
-
-
-def _rotated(x_BLHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    even, odd = x_BLHK.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x_BLHK.dtype)
-
-
-normed = pointwise(_normed)
+@pointwise
+def normed(x: Tensor, weight: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+    gain = 1.0 + weight.float()
+    return rms_normed(x, gain if scale is None else gain * (1.0 + scale), shift, NORM_EPS)
 
 
 @pointwise
 def normed_and_rotated(x_BLHK: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """A norm, then neighbouring pairs of each head rotated in fp32 by tables (1, L, 1, K/2), in the input's dtype."""
-    return _rotated(_normed(x_BLHK, weight), cos, sin)
+    """A norm, then neighbouring pairs of each head rotated by tables (1, L, 1, K/2)."""
+    return rms_normed_and_rotated(x_BLHK, 1.0 + weight.float(), NORM_EPS, cos, sin, True)
 
 
 @pointwise
-def gated(x: Tensor, gate: Tensor) -> Tensor:
-    """sigmoid(gate) · x."""
-    return x * torch.sigmoid(gate)
-
-
-@lean_pointwise
 def added(x: Tensor, gate: Tensor, change: Tensor) -> Tensor:
     """x + gate · change, for an fp32 gate."""
-    return x + gate.to(x.dtype) * change
+    return torch.addcmul(x, gate.to(x.dtype), change)
 
 
 class RMSNorm(nn.Module):
