@@ -166,7 +166,8 @@ def test_ten_steps_equal_diffusers_and_peft(tmp_path, monkeypatch, name, targets
     for module, weights in theirs.items():
         for part, weight in weights.items():
             found, start = weights_of(trained[module])[part], weights_of(initial[module])[part]
-            assert tiny.relative(weight, found) < 1e-4, (module, part)
+            # Adam divides a gradient near zero by itself, and so its rounding too.
+            assert tiny.relative(weight, found) < 3e-4, (module, part)
             assert tiny.relative(found, start) > 1e-3 or not start.any()
 
 
