@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     estimate.add_argument("--host", type=float, default=24, metavar="GB", help="free main memory (24)")
     estimate.add_argument("--resolution", type=int, help="side of the pictures (1024; 512 for cards below 12 GB)")
     estimate.add_argument("--rank", type=int, default=32, help="rank of the LoRA (32)")
-    estimate.add_argument("--precision", default="auto", help="fp32, bf16, fp8, int8, nf4 or auto (the default)")
+    estimate.add_argument("--precision", default="auto", help="fp32, bf16, fp8, int8, nf4, mxfp8 or auto (the default)")
     estimate.set_defaults(command=_estimate)
 
     convert = commands.add_parser("convert", help="bring a LoRA file, or a folder of them, into another layout")

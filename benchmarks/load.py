@@ -27,7 +27,8 @@ from graft_lora.trainer.base_model import PRECISIONS, load_base
 from graft_lora.trainer.families import FAMILIES
 from graft_lora.trainer.families.ideogram4 import Ideogram4Config
 from graft_lora.trainer.families.krea2 import Krea2Config
-from graft_lora.trainer.quantization import format_of, quantize_model
+from graft_lora.trainer.formats import format_of
+from graft_lora.trainer.quantization import quantize_model
 from graft_lora.trainer.tensor_files import write_tensors
 from torch import nn
 

@@ -88,7 +88,11 @@ class Flops(TorchDispatchMode):
         total: so far.
     """
 
-    formulas = {**flop_registry, **{kernel: shape_wrapper(formula) for kernel, formula in ATTENTION.items()}}
+    formulas = {
+        **flop_registry,
+        torch.ops.aten._int_mm: flop_registry[torch.ops.aten.mm],
+        **{kernel: shape_wrapper(formula) for kernel, formula in ATTENTION.items()},
+    }
 
     def __init__(self) -> None:
         super().__init__()

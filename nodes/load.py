@@ -10,7 +10,7 @@ from comfy_api.latest import io
 from ..lora_convert.errors import LoraError
 from ..trainer.errors import GraftError
 from ..trainer.families import FAMILIES
-from ..trainer.quantization import PRECISIONS
+from ..trainer.formats import PRECISIONS
 from ..trainer.settings import AUTO
 from . import host
 from .guard import for_graph, guarded
@@ -76,9 +76,9 @@ class LoadModel(io.ComfyNode):
                     default="off",
                     optional=True,
                     advanced=True,
-                    tooltip="Trains an fp8 or int8 model with products in 8 bits, a little coarser. auto: where a "
-                    "short measurement at the start of a run finds them faster. on: refused where they cannot be. Not "
-                    "yet seen on a card.",
+                    tooltip="Trains an fp8, int8 or mxfp8 model with products in 8 bits, a little coarser. auto: where "
+                    "a short measurement at the start of a run finds them faster. on: refused where they cannot be. "
+                    "Not yet seen on a card.",
                 ),
             ],
             outputs=[
@@ -136,8 +136,9 @@ class LoadModel(io.ComfyNode):
 
 PRECISION = (
     "How the frozen weights are kept in memory while training; the LoRA itself is trained in fp32. auto takes the best "
-    "that fits the card. bf16: as published. fp8 and int8: half of that. nf4: a quarter, coarsest. as-stored: an fp8 "
-    "or int8 file of ComfyUI's as it is, without quantising it anew."
+    "that fits the card. bf16: as published. fp8 and int8: half of that. nf4: a quarter, coarsest. mxfp8: like "
+    "fp8, for eight_bit_compute on Blackwell cards. as-stored: an fp8 or int8 file of ComfyUI's as it is, without "
+    "quantising it anew."
 )
 PENDING = "Which of them this machine can run is being tried: reload the page to read it."
 _asked, _found = 0, PENDING

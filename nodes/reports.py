@@ -8,7 +8,7 @@ from comfy_api.latest import io, ui
 
 from ..trainer.errors import DatasetError, GraftError
 from ..trainer.families import FAMILIES
-from ..trainer.quantization import FORMATS
+from ..trainer.formats import FORMATS
 from ..trainer.settings import AUTO
 from . import host
 from .guard import for_graph, guarded

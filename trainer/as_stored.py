@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .checkpoints import ModelFile, OpenFiles
 from .errors import SettingsError, some
-from .quantization import AS_STORED, BF16, FORMATS, FP32, Buffers, Dense, Float8, Format, Int8
+from .formats import AS_STORED, BF16, FORMATS, FP32, Buffers, Dense, Float8, Format, Int8
 from .stored_weights import DENSE, Plain, Shape, StoredWeight, hadamard, slabs
 from .stored_weights import Int8 as StoredInt8
 from .tensor_files import Arena

@@ -14,8 +14,9 @@ from . import as_stored
 from .checkpoints import ModelFile, open_model_file
 from .errors import SettingsError, some
 from .families import Family, Transformer
+from .formats import AS_STORED, BF16, FP32, PRECISIONS, Dense, Format, format_of
 from .offload import BlocksOnCPU, spread
-from .quantization import AS_STORED, BF16, FP32, PRECISIONS, Dense, Format, FrozenLinear, format_of, replace_linears
+from .quantization import FrozenLinear, replace_linears
 from .quantized_cache import QuantizedCache, Settle, StaleError
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

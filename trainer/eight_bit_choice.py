@@ -103,7 +103,8 @@ def choose(base: Base, wanted: bool | str, tokens: int, device: Device) -> Choic
 
 def _fault(base: Base, layers: dict[str, FrozenLinear], tokens: int, device: Device) -> str | None:
     if not layers:
-        return f"no Linear of the base in {base.precision} can be multiplied in 8 bits: wanted precision int8 or fp8"
+        wanted = ", ".join(modes.EIGHT_BIT_NEEDS)
+        return f"no Linear of the base in {base.precision} can be multiplied in 8 bits: wanted precision {wanted}"
     if tokens <= eight_bit.FEW_ROWS:
         return f"the largest batch has {tokens} tokens, wanted more than {eight_bit.FEW_ROWS}"
     compute = "fp32" if base.model.compute_dtype == torch.float32 else "bf16"
@@ -161,7 +162,7 @@ def _part(layer: FrozenLinear, features: int, place: torch.device) -> FrozenLine
     assert layer.format is not None
     rows, columns = min(layer.out_features, features), min(layer.in_features, features)
     part = FrozenLinear(columns, rows)
-    buffers = {"data": layer.get_buffer("data")[:rows, :columns], "scale": layer.get_buffer("scale")[:rows]}
+    buffers = layer.format.part({name: layer.get_buffer(name) for name in layer.format.buffers}, rows, columns)
     return part.restore({name: buffer.to(place) for name, buffer in buffers.items()}, layer.format)
 
 

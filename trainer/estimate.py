@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from . import plan
 from .errors import DoesNotFitError, SettingsError
 from .families import Family
+from .formats import FORMATS
 from .lora_settings import LoraSettings
 from .plan import GIB, Budget, Workload
-from .quantization import FORMATS
 from .settings import AUTO, one_of
 
 CARDS = (8, 12, 16, 24)  # GB

@@ -24,13 +24,15 @@ class Need:
     Attributes:
         native_bf16: bf16 arithmetic in hardware.
         torchao: a torchao that really quantises, which is tried.
-        capability: NVIDIA's compute capability, which a CPU need not have.
+        capability: NVIDIA's compute capability.
+        cpu: whether a CPU will do, which has none.
         compute_dtype: that of activations; empty for any.
     """
 
     native_bf16: bool = False
     torchao: bool = False
     capability: tuple[int, int] | None = None
+    cpu: bool = True
     compute_dtype: str = ""
 
 
@@ -40,6 +42,8 @@ PRECISION_NEEDS: Mapping[str, Need] = {
     "fp8": Need(torchao=True),
     "int8": Need(torchao=True),
     "nf4": Need(torchao=True),
+    # Nothing but its products, for which Blackwell is needed, speaks for it; elsewhere fp8 is as good and less strange.
+    "mxfp8": Need(capability=(10, 0), cpu=False),
     "as-stored": Need(),
 }
 COMPUTE_NEEDS: Mapping[str, Need] = {"bf16": Need(native_bf16=True), "fp32": Need()}
@@ -48,6 +52,7 @@ COMPUTE_NEEDS: Mapping[str, Need] = {"bf16": Need(native_bf16=True), "fp32": Nee
 EIGHT_BIT_NEEDS: Mapping[str, Need] = {
     "int8": Need(capability=(7, 5)),
     "fp8": Need(capability=(8, 9), compute_dtype="bf16"),
+    "mxfp8": Need(capability=(10, 0), cpu=False, compute_dtype="bf16"),
 }
 
 
@@ -70,6 +75,13 @@ def precision_fault(precision: str, device: Device, family: Family) -> str | Non
             f"precision to one of {others}"
         )
     need = PRECISION_NEEDS[precision]
+    if need.capability is not None and not (need.cpu and device.kind == "cpu"):
+        wanted = f"{precision} is for NVIDIA cards of compute capability {_dotted(need.capability)} or newer"
+        mend = 'set [model] precision = "fp8" or "int8"'
+        if device.capability is None:
+            return f"{wanted}, and {device.name} is none; {mend}"
+        if device.capability < need.capability:
+            return f"{wanted}, and {device.name} has {_dotted(device.capability)}; {mend}"
     return _fault(need, device) or (probes.precision_fault(precision, device.place) if need.torchao else None)
 
 
@@ -89,6 +101,8 @@ def eight_bit_fault(format: str, compute_dtype: str, device: Device) -> str | No
     need = EIGHT_BIT_NEEDS[format]
     if need.compute_dtype not in ("", compute_dtype):
         return f"{format} matmuls give {need.compute_dtype}, and compute_dtype is {compute_dtype}"
+    if device.kind == "cpu" and not need.cpu:
+        return f"{format} matmuls are not offered on a CPU"
     if device.kind != "cpu" and need.capability is not None:
         if device.capability is None:
             return f"{format} matmuls are not offered on {device.name}: under ROCm they have not been tried"

@@ -28,12 +28,13 @@ from .batches import Batch
 from .disk import gib
 from .errors import DoesNotFitError
 from .families import Family, Transformer
+from .formats import AS_STORED, Format
 from .live_bytes import LiveBytes, tensors_of
 from .lora_settings import LoraSettings
 from .objective import add_noise, velocity_loss
 from .offload import SLOTS
 from .optimizers import moments_bytes
-from .quantization import AS_STORED, Format, FrozenLinear, replace_linears
+from .quantization import FrozenLinear, replace_linears
 from .settings import AUTO
 from .text_trunk import is_frozen
 

@@ -20,8 +20,8 @@ from . import adapters, as_stored, disk, modes, plan, probes, state
 from .checkpoints import ModelFile, open_model_file, telling_name
 from .devices import Device, Memory, host_memory, read_device
 from .errors import DatasetError, GraftError, SettingsError
+from .formats import AS_STORED
 from .pictures import CaptionedPicture, read_folder
-from .quantization import AS_STORED
 from .samples import (
     Cache,
     Encoders,

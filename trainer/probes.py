@@ -13,10 +13,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..lora_convert import atomic_file
-from . import compiling, eight_bit, optimizers
+from . import compiling, optimizers
 from .elementwise import swiglu
 from .errors import first_line
-from .quantization import NF4, format_of
+from .formats import NF4, format_of
+from .quantization import FrozenLinear, input_gradient, matmul
 
 # Of the whole tensor, |found - wanted| / |wanted|. nf4, the coarsest, is at about 0.1 on evenly spread values; a stub
 # that keeps zeros is at 1.
@@ -50,17 +51,19 @@ def precision_fault(precision: str, device: torch.device | str) -> str | None:
 
 
 def eight_bit_fault(format: str, device: torch.device | str) -> str | None:
-    """A product and a gradient of tiny matrices in 8 bits, whose numbers are exact in them.
+    """A product and a gradient in 8 bits of a small matrix, whose numbers are exact in them or nearly so.
 
-    torch is built without some of these kernels on some systems, such as Windows.
+    torch is built without some of these kernels on some systems, such as Windows. The matrix has tiles of different
+    size, so that scales in a wrong place are found.
     """
     try:
         with torch.inference_mode(False), torch.no_grad():
-            # Every row and column has ±1 as its largest number: all scales are 1 / LARGEST, and those cancel.
-            x = torch.ones(32, 32, dtype=torch.bfloat16, device=device).triu()
-            data = (eight_bit.LARGEST[eight_bit.DTYPES[format]] * x.float()).to(eight_bit.DTYPES[format])
-            scale = torch.full((32, 1), 1 / eight_bit.LARGEST[data.dtype], device=device)
-            found = eight_bit.forward(x, data, scale), eight_bit.input_gradient(x, data, scale)
+            tile = torch.ones(32, 32, dtype=torch.bfloat16, device=device).triu()
+            factors = 2.0 ** (torch.arange(25, device=device, dtype=torch.bfloat16) * 2 % 3).view(5, 5)
+            x = torch.kron(factors, tile)
+            layer = FrozenLinear(*x.shape).store(x, format_of(format))
+            layer.eight_bit = True
+            found = matmul(x, layer), input_gradient(x, layer)
             wanted = x.float() @ x.T.float(), x.float() @ x.float()
             wrong = not all(
                 torch.allclose(y.float(), exact, rtol=0.02, atol=0) for y, exact in zip(found, wanted, strict=True)

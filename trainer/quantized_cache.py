@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from ..lora_convert import atomic_file
 from .checkpoints import ModelFile, read_header
 from .errors import CheckpointError
-from .quantization import Dense, Format, FrozenLinear
+from .formats import Dense, Format
+from .quantization import FrozenLinear
 from .tensor_files import Arena, Entry, Layout, Shape, TensorFile, as_bytes, file_order, samples_of, write_tensors
 
 # Of everything between a source's bytes and the buffers: raise it when decoding, quantising or the layout here changes.

@@ -5,30 +5,33 @@ from __future__ import annotations
 import gpu
 import pytest
 import torch
-from graft_lora.trainer import attention, on_cpu
+from graft_lora.trainer import attention
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
 SMALL = ["--device", "cpu", "--small", "--precision", "int8"]
 
 
-@pytest.fixture(autouse=True)
-def _as_on_a_card(monkeypatch):
-    """No wide copies of weights, which the CPU makes: it stands for a card here, whose memory the plan predicts."""
-    monkeypatch.setattr(on_cpu, "is_cpus", lambda tensor: False)
-
-
 def test_it_measures_and_keeps_to_the_plan(family_name, capsys, tmp_path):
     output = tmp_path / "RESULTS-gpu.md"
     assert gpu.main([*SMALL, "--family", family_name, "--output", str(output)]) == 0
     rows = [line.split(" | ") for line in output.read_text(encoding="utf-8").splitlines() if "² |" in line]
-    assert [(row[2], row[3]) for row in rows] == [("128²", "on"), ("128²", "off"), ("64²", "on"), ("64²", "off")]
+    assert [tuple(row[1:4]) for row in rows] == [
+        (base, side, way)
+        for side, way in (("128²", "on"), ("128²", "off"), ("64²", "on"), ("64²", "off"))
+        for base in ("int8", "int8, 8-bit products")
+    ]
     for row in rows:
         peak, planned = (float(cell.split()[0]) for cell in row[7:9])
         assert float(row[4]) > 0
         assert 0 < peak <= planned * 1.05
     out = capsys.readouterr().out
     assert all(f"{way} | 0.0e+00" in out for way in ("its own attention", "recomputing", "slim"))
+
+
+def test_a_precision_that_is_not_for_the_device_is_left_out_and_named(capsys):
+    assert gpu.main(["--device", "cpu", "--small", "--precision", "mxfp8", "--family", "krea2"]) == 0
+    assert "| mxfp8 | mxfp8 is for NVIDIA cards of compute capability 10.0 or newer" in capsys.readouterr().out
 
 
 def test_without_a_gpu_it_says_so_in_one_line(monkeypatch, capsys):
@@ -50,7 +53,7 @@ def test_wrong_gradients_end_it(monkeypatch, capsys):
 def test_a_model_that_does_not_fit_is_left_out_and_named(monkeypatch, capsys):
     monkeypatch.setattr(gpu, "usable", lambda device: 0)
     assert gpu.main([*SMALL, "--family", "krea2"]) == 0
-    assert capsys.readouterr().out.count("does not fit") == 4
+    assert capsys.readouterr().out.count("does not fit") == 8
 
 
 class Context:

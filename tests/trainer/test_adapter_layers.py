@@ -12,12 +12,13 @@ from graft_lora.lora_convert import read_comfyui, write_comfyui
 from graft_lora.trainer import adapters
 from graft_lora.trainer.adapter_layers import factorization
 from graft_lora.trainer.adapters import LoraSettings, resolve_targets
-from graft_lora.trainer.quantization import FORMATS, FrozenLinear
+from graft_lora.trainer.formats import FORMATS
+from graft_lora.trainer.quantization import FrozenLinear
 from lycoris.functional.general import factorization as lycoris_factorization
 from lycoris.modules.lokr import LokrModule as LycorisLokr
 from torch import nn
 
-PRECISIONS = ["fp32", "bf16", "fp8", "int8", "nf4"]
+PRECISIONS = ["fp32", "bf16", "fp8", "int8", "nf4", "mxfp8"]
 # LoKr's second factor: of low rank, and whole.
 VARIANTS = {
     "lora": LoraSettings("lora", 4, 6),

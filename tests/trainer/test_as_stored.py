@@ -155,7 +155,7 @@ def test_a_file_that_is_not_stored_in_8_bits_is_refused(tmp_path):
         load_base(path, "as-stored")
     assert str(caught.value) == (
         "dense.safetensors is stored in bf16, and precision as-stored wants ComfyUI's fp8 or int8 file; set [model] "
-        'precision to "auto", or to one of fp32, bf16, fp8, int8, nf4'
+        'precision to "auto", or to one of fp32, bf16, fp8, int8, nf4, mxfp8'
     )
 
 

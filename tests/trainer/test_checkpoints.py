@@ -463,7 +463,7 @@ def test_the_unconditional_transformer_is_refused_by_name(tmp_path, given, file)
         open_model_file(path)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8", "int8", "nf4"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8", "int8", "nf4", "mxfp8"])
 def test_loaded_base_is_frozen_and_near_the_file(tmp_path, family_name, precision):
     model = tiny.build(family_name)
     base = load_base(tiny.write(model, tmp_path / "base.safetensors"), precision, "fp32")
@@ -472,7 +472,7 @@ def test_loaded_base_is_frozen_and_near_the_file(tmp_path, family_name, precisio
     arguments = tiny.inputs(family_name)
     error = tiny.relative(base.model(**arguments), model(**arguments))
     # On random weights: rounding for the dense modes, then 8 bits, then 4.
-    assert error <= {"fp32": 1e-6, "bf16": 0.02, "fp8": 0.15, "int8": 0.05, "nf4": 0.4}[precision]
+    assert error <= {"fp32": 1e-6, "bf16": 0.02, "fp8": 0.15, "int8": 0.05, "nf4": 0.4, "mxfp8": 0.15}[precision]
     if precision != "fp32":
         assert error > 0
     assert precision in base.notes[-1] or precision == "fp32"

@@ -13,7 +13,7 @@ from graft_lora.trainer import adapters, attention, memory
 from graft_lora.trainer.adapters import LoraLinear, LoraSettings, resolve_targets
 from graft_lora.trainer.base_model import load_base
 
-PRECISIONS = ["fp32", "bf16", "fp8", "int8", "nf4"]
+PRECISIONS = ["fp32", "bf16", "fp8", "int8", "nf4", "mxfp8"]
 TARGETS = {
     "krea2": {"q": r".*\.wq", "k": r".*\.wk", "v": r".*\.wv", "all": "all"},
     # Ideogram 4 has one module for all three.

@@ -10,8 +10,9 @@ from graft_lora.trainer.adapters import LoraSettings
 from graft_lora.trainer.eight_bit import FP8, INT8, cuda_fault, quantize_rows
 from graft_lora.trainer.eight_bit_choice import computing, eligible
 from graft_lora.trainer.families import FAMILIES
+from graft_lora.trainer.formats import FORMATS, Float8, Int8
 from graft_lora.trainer.live_bytes import LiveBytes
-from graft_lora.trainer.quantization import FORMATS, Float8, FrozenLinear, Int8, input_gradient, matmul
+from graft_lora.trainer.quantization import FrozenLinear, input_gradient, matmul
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 KINDS = {"int8": INT8, "fp8": FP8}

@@ -10,14 +10,16 @@ import tiny
 import torch
 from graft_lora.examples.demo import draw_folder
 from graft_lora.examples.demo_parts import base_path, encoders
-from graft_lora.trainer import adapters, eight_bit, eight_bit_choice, modes, probes, quantization
+from graft_lora.trainer import adapters, eight_bit, eight_bit_choice, modes, probes
 from graft_lora.trainer.adapters import LoraSettings
 from graft_lora.trainer.devices import read_device
 from graft_lora.trainer.eight_bit_choice import Measured, choose, eligible, measure
 from graft_lora.trainer.errors import SettingsError
 from graft_lora.trainer.evaluate import held_out_loss
 from graft_lora.trainer.families import FAMILIES
+from graft_lora.trainer.formats import FORMATS
 from graft_lora.trainer.preflight import check, verdicts
+from graft_lora.trainer.quantization import FrozenLinear
 from graft_lora.trainer.run import read_dataset, run
 from graft_lora.trainer.settings import AUTO, DatasetSettings, ModelSettings, RunSettings, TrainSettings
 
@@ -30,7 +32,7 @@ TABLE = {
     cards.RTX_2080_TI: (["int8"], ["int8"]),
     cards.RTX_3090: (["int8"], ["int8"]),
     cards.RTX_4090: (["int8"], ["int8", "fp8"]),
-    cards.B200: (["int8"], ["int8", "fp8"]),
+    cards.B200: (["int8"], ["int8", "fp8", "mxfp8"]),
     cards.RX_7900: ([], []),
     cards.RADEON_VII: ([], []),
     cards.Card("NVIDIA GeForce GTX 1080 Ti", (6, 1)): ([], []),
@@ -58,6 +60,7 @@ def test_why_a_device_cannot(monkeypatch):
         cards.RTX_3090: "NVIDIA GeForce RTX 3090 has no fp8 matmul (compute capability 8.6, wanted 8.9)",
         cards.RX_7900: "fp8 matmuls are not offered on AMD Radeon RX 7900 XTX: under ROCm they have not been tried",
     }
+    assert modes.eight_bit_fault("mxfp8", "bf16", CPU) == "mxfp8 matmuls are not offered on a CPU"
     assert modes.eight_bit_fault("fp8", "fp32", CPU) == "fp8 matmuls give bf16, and compute_dtype is fp32"
 
 
@@ -108,7 +111,8 @@ def test_what_is_set_is_not_measured(monkeypatch, base):
 
 
 @pytest.mark.parametrize(("precision", "compute", "tokens", "reason"), [
-    ("bf16", "bf16", 128, "no Linear of the base in bf16 can be multiplied in 8 bits: wanted precision int8 or fp8"),
+    ("bf16", "bf16", 128, "no Linear of the base in bf16 can be multiplied in 8 bits: wanted precision "
+     "int8, fp8, mxfp8"),
     ("nf4", "bf16", 128, "no Linear of the base in nf4 can be multiplied in 8 bits"),
     ("int8", "bf16", 16, "the largest batch has 16 tokens, wanted more than 16"),
     ("fp8", "fp32", 128, "fp8 matmuls give bf16, and compute_dtype is fp32"),
@@ -149,7 +153,7 @@ def test_the_measurement_times_both_ways_on_the_largest_shapes_of_the_model(monk
 
 def test_on_a_cpu_a_part_of_a_large_layer_is_measured(monkeypatch):
     monkeypatch.setitem(eight_bit_choice.MOST, "cpu", (24, 32))
-    layer = quantization.FrozenLinear(64, 48).store(torch.ones(48, 64), quantization.FORMATS["int8"])
+    layer = FrozenLinear(64, 48).store(torch.ones(48, 64), FORMATS["int8"])
     shapes = []
     forward = eight_bit.forward
     monkeypatch.setattr(

@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 from torch import nn
 from graft_lora.trainer.base_model import load_base
-from graft_lora.trainer.quantization import format_of, quantize_model
+from graft_lora.trainer.formats import format_of
+from graft_lora.trainer.quantization import quantize_model
 
 def memory(name):
     lines = Path("/proc/self/status").read_text().splitlines()

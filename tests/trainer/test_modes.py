@@ -17,7 +17,7 @@ TABLE = {
     cards.RTX_2080_TI: {"bf16": [], "fp32": ALL},
     cards.RTX_3090: {"bf16": ALL, "fp32": ALL},
     cards.RTX_4090: {"bf16": ALL, "fp32": ALL},
-    cards.B200: {"bf16": ALL, "fp32": ALL},
+    cards.B200: {"bf16": [*ALL[:-1], "mxfp8", ALL[-1]], "fp32": [*ALL[:-1], "mxfp8", ALL[-1]]},
     cards.RX_7900: {"bf16": ALL, "fp32": ALL},
     cards.RADEON_VII: {"bf16": [], "fp32": ALL},
     None: {"bf16": ALL, "fp32": ALL},
@@ -60,6 +60,19 @@ def test_emulated_bf16_is_refused_and_fp32_offered(monkeypatch, card, message):
     assert compute_dtypes(read_device()) == {"bf16": message, "fp32": None}
 
 
+@pytest.mark.parametrize(("card", "found"), [
+    (cards.RTX_4090, "NVIDIA GeForce RTX 4090 has 8.9"),
+    (cards.RX_7900, "AMD Radeon RX 7900 XTX is none"),
+    (None, "CPU is none"),
+])  # fmt: skip
+def test_mxfp8_is_refused_without_the_units_that_multiply_it(monkeypatch, card, found):
+    cards.insert(monkeypatch, card)
+    assert precision_fault("mxfp8", read_device(), FAMILIES["krea2"]) == (
+        f"mxfp8 is for NVIDIA cards of compute capability 10.0 or newer, and {found}; "
+        'set [model] precision = "fp8" or "int8"'
+    )
+
+
 def test_a_family_forbids_a_mode(monkeypatch):
     """As other trainers forbid fp8 for Qwen-Image."""
 
@@ -69,9 +82,9 @@ def test_a_family_forbids_a_mode(monkeypatch):
 
     cards.insert(monkeypatch, None)
     found = modes(read_device(), Delicate())
-    assert {name: fault for name, fault in found.items() if fault} == {
+    assert {name: fault for name, fault in found.items() if fault and name != "mxfp8"} == {
         "fp8": "Delicate is not to be trained in fp8: its modulation overflows; set [model] precision to one of fp32, "
-        "bf16, int8, nf4, as-stored"
+        "bf16, int8, nf4, mxfp8, as-stored"
     }
 
 

@@ -13,8 +13,9 @@ from graft_lora.trainer.adapters import LoraSettings
 from graft_lora.trainer.base_model import load_base
 from graft_lora.trainer.errors import SettingsError
 from graft_lora.trainer.families import FAMILIES
+from graft_lora.trainer.formats import FORMATS
 from graft_lora.trainer.offload import BlocksOnCPU, spread
-from graft_lora.trainer.quantization import FORMATS, FrozenLinear, quantize_model
+from graft_lora.trainer.quantization import FrozenLinear, quantize_model
 
 BLOCKS = 5
 
@@ -53,7 +54,7 @@ def step(base, checkpointing, targets="attention+mlp", blocks="all", kind="lora"
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("precision", "count"), [("fp32", 1), ("fp32", BLOCKS), ("int8", 2), ("nf4", 3)])
+@pytest.mark.parametrize(("precision", "count"), [("fp32", 1), ("fp32", BLOCKS), ("int8", 2), ("nf4", 3), ("mxfp8", 2)])
 def test_loss_and_gradients_are_identical_and_no_layer_is_left_untrained(base_file, precision, checkpointing, count):
     """ComfyUI's own offloading leaves 16 layers untrained, and musubi's reports count wrong ones: every one is seen."""
     compute = "fp32" if precision == "fp32" else "bf16"

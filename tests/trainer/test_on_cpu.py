@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from graft_lora.trainer import on_cpu
+from graft_lora.trainer.formats import FORMATS
 from graft_lora.trainer.live_bytes import LiveBytes
-from graft_lora.trainer.quantization import FORMATS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 NAN = 0x7F

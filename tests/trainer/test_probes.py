@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torchao.quantization
+from graft_lora.trainer.formats import NF4, Float8, Int8
 from graft_lora.trainer.probes import compile_fault, folder_fault, optimizer_fault, precision_fault
-from graft_lora.trainer.quantization import NF4, Float8, Int8
 
 QUANTISED = {"fp8": Float8, "int8": Int8, "nf4": NF4}
 

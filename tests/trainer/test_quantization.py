@@ -9,16 +9,17 @@ import weakref
 import pytest
 import tiny
 import torch
-from graft_lora.trainer import adapters, on_cpu, quantization
+from graft_lora.trainer import adapters, formats, on_cpu
 from graft_lora.trainer.adapters import LoraSettings
 from graft_lora.trainer.base_model import choose_format
 from graft_lora.trainer.errors import SettingsError
 from graft_lora.trainer.families import FAMILIES
-from graft_lora.trainer.quantization import FORMATS, NF4, FrozenLinear, NearestLevel, format_of, quantize_model
+from graft_lora.trainer.formats import FORMATS, NF4, NearestLevel, format_of
+from graft_lora.trainer.quantization import FrozenLinear, quantize_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-MODES = ["fp32", "bf16", "fp8", "int8", "nf4"]
+MODES = ["fp32", "bf16", "fp8", "int8", "nf4", "mxfp8"]
 QUANTISED = ["fp8", "int8", "nf4"]
 
 
@@ -88,7 +89,7 @@ def test_a_weight_quantised_in_pieces_has_the_bits_of_the_whole(monkeypatch, mod
     w = weight(512, 320).to(dtype)
     w[7], w[300] = 0, w[300] * 1e-6  # rows and blocks of zeros, and tiny ones
     before = w.clone()
-    monkeypatch.setitem(quantization.PIECE, "cpu", size)
+    monkeypatch.setitem(formats.PIECE, "cpu", size)
     found, wanted = FORMATS[mode].quantize(w), stored_by_torchao(mode, w.float())
     for name, buffer in wanted.items():
         assert same_bits(found[name], buffer), name
@@ -287,5 +288,7 @@ def test_excluded_layers_are_never_quantised(name):
 
 
 def test_unknown_precision_is_named():
-    with pytest.raises(SettingsError, match="precision 'int3' is not known; choose one of fp32, bf16, fp8, int8, nf4"):
+    with pytest.raises(
+        SettingsError, match="precision 'int3' is not known; choose one of fp32, bf16, fp8, int8, nf4, mxfp8"
+    ):
         format_of("int3")

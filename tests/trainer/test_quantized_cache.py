@@ -15,7 +15,7 @@ from graft_lora.trainer.checkpoints import open_model_file
 from graft_lora.trainer.quantized_cache import checksum, source_key
 from safetensors.torch import load_file, save_file
 
-QUANTISED = ["fp8", "int8", "nf4"]
+QUANTISED = ["fp8", "int8", "nf4", "mxfp8"]
 
 
 @pytest.fixture

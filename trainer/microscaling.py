@@ -1,0 +1,136 @@
+"""Microscaling: fp8 numbers of which 32 share a power of two (OCP Microscaling Formats 1.0), and their products.
+
+Blackwell's matrix units multiply such numbers as they are, with a scale for every 32 summed ones of either operand. A
+weight is multiplied along both of its axes, forward and for the gradient of its input. So its scales here belong to
+tiles of 32 × 32: either way each row of a tile has the one scale, and the stored numbers are multiplied as they are
+both times. Since fp8 has exponents of its own, a tile loses next to nothing to rows of 32 (a test measures it).
+
+Activations get a scale per token and 32 numbers. No dequantised weight exists at any time; the gradient takes an 8-bit
+copy in the order that CUDA wants.
+
+Shape suffixes: M tokens, I inputs, O outputs; K the summed dimension, N that of the result; i, o, k, m: a 32nd of it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .eight_bit import CHUNK, FEW_ROWS, FP8, INT8, LARGEST, MULTIPLE
+from .on_cpu import one_dtype
+
+BLOCK = 32
+# A scale's 8 bits are fp32's exponent (e8m0): 2^(bits - 127), the last of them NaN. That of fp32's smallest normal
+# number is the least used.
+_MANTISSA, _LEAST, _NAN = 23, 1, 255
+# The rows and columns of scales that lie together in memory as cuBLAS reads them, and how the rows are cut.
+_ROWS, _COLUMNS, _CUT = 128, 4, 32
+
+
+def exponents(largest: Tensor) -> Tensor:
+    """The least powers of two that bring numbers to at most 448, as bits of e8m0 in uint8.
+
+    cuBLAS's own rule: log2(largest / 448), rounded up, so that nothing is cut off. NaN and infinity give NaN.
+
+    Args:
+        largest: fp32, ≥ 0.
+    """
+    bits = (largest / LARGEST[FP8]).view(torch.int32)
+    rounded_up = (bits >> _MANTISSA) + (bits & (1 << _MANTISSA) - 1 != 0)
+    return rounded_up.clamp_(_LEAST, _NAN).to(torch.uint8)
+
+
+def powers(exponent: Tensor) -> Tensor:
+    """Those bits → the powers of two in fp32; NaN comes as infinity."""
+    return (exponent.int() << _MANTISSA).view(torch.float32)
+
+
+def inverse_powers(exponent: Tensor) -> Tensor:
+    """The same for 1 / power."""
+    return (2 * 127 - exponent.int() << _MANTISSA).view(torch.float32)
+
+
+def quantize_blocks(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """(M, K) in any floating dtype → float8_e4m3fn numbers (M, K), and bits of their scales (M, K / 32)."""
+    blocks_MkB = x_MK.unflatten(1, (-1, BLOCK))
+    exponent_Mk = exponents(blocks_MkB.abs().amax(-1).float())
+    scaled = one_dtype(blocks_MkB) * inverse_powers(exponent_Mk)[..., None]
+    return scaled.to(FP8).flatten(1), exponent_Mk
+
+
+def in_order(scale_Mk: Tensor) -> Tensor:
+    """Scales (rows, columns) in the order in which cuBLAS reads them, in one row, filled up with zeros.
+
+    Pieces of 128 × 4, row after row of pieces; in each, rows r, r + 32, r + 64 and r + 96 stand side by side (cuBLAS
+    documentation, "1D block scaling factors layout").
+    """
+    rows, columns = scale_Mk.shape
+    padded = scale_Mk.new_zeros(-(-rows // _ROWS) * _ROWS, -(-columns // _COLUMNS) * _COLUMNS)
+    padded[:rows, :columns] = scale_Mk
+    pieces = padded.view(-1, _ROWS // _CUT, _CUT, padded.shape[1] // _COLUMNS, _COLUMNS)
+    return pieces.permute(0, 3, 2, 1, 4).flatten()
+
+
+def cuda_fault(a_MK: Tensor, b_KN: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> str | None:
+    """Why CUDA would refuse a product of these operands; None where it would not.
+
+    By torch 2.13's `ScaledBlas.cpp`. Only dtypes, shapes and strides are looked at.
+    """
+    if a_MK.dtype != FP8 or b_KN.dtype != FP8:
+        return f"the operands are {a_MK.dtype} and {b_KN.dtype}, wanted both in float8_e4m3fn"
+    if a_MK.ndim != 2 or b_KN.ndim != 2 or a_MK.shape[1] != b_KN.shape[0]:
+        return f"{tuple(a_MK.shape)} and {tuple(b_KN.shape)} are no matrices that can be multiplied"
+    (rows, summed), columns = a_MK.shape, b_KN.shape[1]
+    if rows == 0 or summed == 0 or columns == 0 or summed % BLOCK or columns % MULTIPLE:
+        wanted = f"{BLOCK} to divide the second, and {MULTIPLE} the third"
+        return f"the product is {rows} × {summed} × {columns}, wanted {wanted}"
+    if a_MK.stride() != (summed, 1):
+        return f"the first operand has strides {a_MK.stride()}, wanted row after row, {(summed, 1)}"
+    if b_KN.stride() != (1, summed):
+        return f"the second operand has strides {b_KN.stride()}, wanted column after column, {(1, summed)}"
+    for scale, lines in ((scale_a, rows), (scale_b, columns)):
+        size = -(-lines // _ROWS) * _ROWS * (-(-summed // BLOCK // _COLUMNS) * _COLUMNS)
+        if scale.dtype != torch.float8_e8m0fnu or scale.numel() != size or not scale.is_contiguous():
+            return f"scales are {scale.dtype} {tuple(scale.shape)}, wanted {size} of float8_e8m0fnu in one piece"
+    if out_dtype != torch.bfloat16:
+        return f"the result is {out_dtype}; it is made in bf16 alone"
+    return None
+
+
+def forward(x_MI: Tensor, data_OI: Tensor, scale_oi: Tensor) -> Tensor:
+    """x @ (scale · data)ᵀ, (M, O) in bf16.
+
+    Args:
+        x_MI: bf16.
+        data_OI: float8_e4m3fn, row after row.
+        scale_oi: bits of the tiles' scales, uint8 (O / 32, I / 32).
+
+    Raises:
+        ValueError: CUDA's rules do not allow it.
+    """
+    return _product(x_MI, data_OI.T, scale_oi)
+
+
+def input_gradient(grad_MO: Tensor, data_OI: Tensor, scale_oi: Tensor) -> Tensor:
+    """grad @ (scale · data), (M, I) in bf16; arguments and errors are as for `forward`."""
+    # As integers, whose copy every device can make.
+    turned_IO = data_OI.view(INT8).T.contiguous().view(FP8)
+    return _product(grad_MO, turned_IO.T, scale_oi.T)
+
+
+def _product(x_MK: Tensor, b_KN: Tensor, scale_nk: Tensor) -> Tensor:
+    rows, summed = x_MK.shape
+    # The fp32 temporaries are bounded, as in `eight_bit`.
+    parts = max(1, min(math.ceil(rows * summed / CHUNK), rows // (FEW_ROWS + 1)))
+    numbers, scales = zip(*map(quantize_blocks, x_MK.tensor_split(parts)), strict=True)
+    # As integers, which every device can put together.
+    a_MK = torch.cat([part.view(INT8) for part in numbers]).view(FP8)
+    scale_a, scale_b = (
+        in_order(scale).view(torch.float8_e8m0fnu)
+        for scale in (torch.cat(scales), scale_nk.repeat_interleave(BLOCK, dim=0))
+    )
+    if fault := cuda_fault(a_MK, b_KN, scale_a, scale_b, x_MK.dtype):
+        raise ValueError(f"this product cannot be made in mxfp8: {fault}")
+    return torch._scaled_mm(a_MK, b_KN, scale_a, scale_b, out_dtype=x_MK.dtype)
