@@ -320,6 +320,16 @@ class TrainSettingsNode(io.ComfyNode):
                 tooltip="Compiles the small calculations between the large ones: a slower first step, faster ones "
                 "after it. auto: on a card where Triton works.",
             ),
+            io.Int.Input(
+                "log_every",
+                default=1,
+                min=1,
+                max=1000,
+                optional=True,
+                advanced=True,
+                tooltip="Steps between two looks at the loss, each of which waits for the card. More saves a little "
+                "time with small pictures; every step is still logged.",
+            ),
         ]
 
     @classmethod

@@ -31,7 +31,10 @@ from .settings import SAVE_DTYPES, TrainSettings
 
 @dataclass(frozen=True)
 class StepLog:
-    """One line of `log.jsonl`. The loss is the mean over the step's pictures; the norm is that before clipping."""
+    """One line of `log.jsonl`. The loss is the mean over the step's pictures; the norm is that before clipping.
+
+    Where several steps were read together, each has the mean of their seconds.
+    """
 
     step: int
     loss: float
@@ -66,6 +69,33 @@ class _Draw:
 
     place: Place
     passes: list[_Pass]
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A step whose loss the device may still be at work on.
+
+    Attributes:
+        step: its number.
+        values: its losses, one of each pass, and the gradient's norm, fp32, on the device.
+        rate: the learning rate.
+        names: of each pass's pictures.
+    """
+
+    step: int
+    values: Tensor
+    rate: float
+    names: list[tuple[str, ...]]
+
+    def check(self, values: list[float]) -> None:
+        """Its values, now on the CPU, are all finite."""
+        *losses, norm = values
+        mend = "a lower learning rate or fp32 compute usually mends it"
+        for loss, names in zip(losses, self.names, strict=True):
+            if not math.isfinite(loss):
+                raise TrainingError(f"the loss became {loss} in step {self.step} on {some(list(names))}; {mend}")
+        if not math.isfinite(norm):
+            raise TrainingError(f"the gradient became {norm} in step {self.step}; {mend}")
 
 
 class TrainSession:
@@ -121,6 +151,8 @@ class TrainSession:
         self.stream = BatchStream(samples, train.batch_size, self.generator, caption_dropout)
         self.done = 0
         self._ahead: _Draw | None = None
+        self._unread: list[_Unread] = []
+        self._since = 0.0  # the clock when the first of the unread steps began
         self._open: ExitStack | None = None
 
     def __enter__(self) -> TrainSession:
@@ -155,24 +187,57 @@ class TrainSession:
             yield self.step()
 
     def step(self) -> StepLog:
+        """One optimiser step, whose loss is waited for: as `advance`."""
+        return self.advance()[-1]
+
+    def advance(self, read: bool = True) -> list[StepLog]:
         """One optimiser step over `accumulation` batches, in which every picture counts the same.
+
+        Args:
+            read: whether its loss is waited for, so that nothing that is not finite ever moves a weight. Else the CPU
+                goes on while a GPU is at work, and its loss is read with a later step's, or by `read`.
+
+        Returns:
+            With `read` this step and those before it that were not read, else nothing.
 
         Raises:
             TrainingError: the loss or the gradient is not finite. After any error in the forward or backward pass the
-                session is as before the step.
+                session is as before the step; but steps that were not read have been made, and what one of them made of
+                the weights must not be kept.
         """
         assert self._open is not None, "open the session first: with TrainSession(...) as session"
         place = self._place()
         try:
-            return self._step()
+            return self._step(read)
         except BaseException:
             # A step that failed has not happened: another try, or a resume, sees the same pictures and noise.
             self._return_to(place)
             self.optimizer.zero_grad()
             raise
 
-    def _step(self) -> StepLog:
-        started = time.perf_counter()
+    def read(self) -> list[StepLog]:
+        """The steps that were not read, after which it waits for the device.
+
+        Raises:
+            TrainingError: a loss or gradient among them is not finite.
+        """
+        return self._logs(self._waited())
+
+    def _waited(self) -> list[tuple[_Unread, list[float]]]:
+        """The steps that were not read, with their values, which are checked."""
+        unread, self._unread = self._unread, []
+        values = torch.stack([step.values for step in unread]).tolist() if unread else []
+        for step, found in zip(unread, values, strict=True):
+            step.check(found)
+        return list(zip(unread, values, strict=True))
+
+    def _logs(self, waited: list[tuple[_Unread, list[float]]]) -> list[StepLog]:
+        seconds = (time.perf_counter() - self._since) / max(1, len(waited))
+        return [StepLog(step.step, sum(losses), step.rate, norm, seconds) for step, (*losses, norm) in waited]
+
+    def _step(self, read: bool) -> list[StepLog]:
+        if not self._unread:
+            self._since = time.perf_counter()
         passes = (self._ahead or self._draw()).passes
         self._ahead = None
         pictures = sum(len(entry.batch.names) for entry in passes)
@@ -186,17 +251,18 @@ class TrainSession:
         if self.done + 1 < train.steps:
             # A GPU is still at work on this step.
             self._ahead = self._draw()
-        # The one time in a step that the CPU waits for the GPU.
-        *values, length = torch.stack([*losses, norm.to(losses[0])]).tolist()
-        self._check(values, length, passes)
         rate = learning_rate(train.schedule, self.done, train.steps, train.warmup_steps, train.learning_rate)
+        values = torch.stack([*losses, norm.to(losses[0])])
+        self._unread.append(_Unread(self.done + 1, values, rate, [entry.batch.names for entry in passes]))
+        # The one time that the CPU waits for the GPU.
+        waited = self._waited() if read else []
         optimizers.set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.average is not None:
             self.average.update()
         self.done += 1
-        return StepLog(self.done, sum(values), rate, length, time.perf_counter() - started)
+        return self._logs(waited)
 
     def _place(self) -> Place:
         """Where the generator and the stream stand, less what was drawn ahead."""
@@ -241,20 +307,6 @@ class TrainSession:
             predicted = batch.velocity(self.base.model, noisy, sigma_B)
         weights = None if batch.weights is None else batch.weights.to(self.device, non_blocking=True)
         return velocity_loss(predicted, data, noise, weights)
-
-    def _check(self, losses: list[float], norm: float, passes: list[_Pass]) -> None:
-        """Every loss, and the gradient's norm before clipping, is finite."""
-        for loss, entry in zip(losses, passes, strict=True):
-            if not math.isfinite(loss):
-                raise TrainingError(
-                    f"the loss became {loss} in step {self.done + 1} on {some(list(entry.batch.names))}; "
-                    "a lower learning rate or fp32 compute usually mends it"
-                )
-        if not math.isfinite(norm):
-            raise TrainingError(
-                f"the gradient became {norm} in step {self.done + 1}; a lower learning rate or fp32 compute "
-                "usually mends it"
-            )
 
     @contextmanager
     def result(self) -> Iterator[None]:

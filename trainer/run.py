@@ -356,24 +356,24 @@ class Run:
         with (self.folder / LOG).open("a", encoding="utf-8") as log:
             while session.done < steps and not wish:
                 try:
-                    entry = session.step()
+                    entries = session.advance(read=self._is_read(session.done + 1, steps))
                 except torch.OutOfMemoryError as error:
+                    self._log(log, session.read(), steps, losses)
                     self._save_state()
                     raise TrainingError(
                         f"out of memory in step {session.done + 1}; the state before it is saved: resume with "
                         "checkpointing, or begin anew with a lower resolution, batch size, rank or precision"
                     ) from error
-                self._write(log, entry)
-                losses.append(entry.loss)
-                self.watcher.stepped(entry, steps, losses)
+                self._log(log, entries, steps, losses)
                 try:
-                    self._due(entry.step, steps)
+                    self._due(session.done, steps)
                 except Exception:
                     # The step itself is done: what went wrong after it shall not cost it.
                     with suppress(Exception):
                         self._save_state()
                     raise
                 wish = self.watcher.wish()
+            self._log(log, session.read(), steps, losses)
             self._save_state()
         if session.done == steps:
             return ""
@@ -381,9 +381,19 @@ class Run:
         self.say(f"{how} after {session.done} of {steps} steps, as asked; resume to go on")
         return wish
 
-    def _write(self, log: IO[str], entry: StepLog) -> None:
-        log.write(json.dumps(asdict(entry)) + "\n")
+    def _log(self, log: IO[str], entries: list[StepLog], steps: int, losses: list[float]) -> None:
+        """Writes and shows steps that were read."""
+        for entry in entries:
+            log.write(json.dumps(asdict(entry)) + "\n")
+            losses.append(entry.loss)
+            self.watcher.stepped(entry, steps, losses)
         log.flush()
+
+    def _is_read(self, step: int, steps: int) -> bool:
+        """Whether a step's loss is waited for: at the interval, and wherever the adapter is used or saved."""
+        train = self.settings.train
+        used = (train.held_out_every, self.settings.preview.every, train.save_every)
+        return step % train.log_every == 0 or any(_is_due(step, steps, every) for every in used)
 
     def _due(self, step: int, steps: int) -> None:
         """Measurements, previews and saves, none of which draws from the run's generator."""

@@ -146,6 +146,8 @@ class TrainSettings:
         held_out_every: steps between measurements of the held-out loss; 0 for the end alone.
         seed: of every random draw of the run.
         save_dtype: dtype of A and B in the file; alpha is always fp32.
+        log_every: steps between two waits for the device, at which their losses are read, logged and checked; it also
+            waits wherever the adapter is saved, measured or previewed.
     """
 
     steps: int = 1500
@@ -166,6 +168,7 @@ class TrainSettings:
     held_out_every: int = 250
     seed: int = 0
     save_dtype: str = "fp32"
+    log_every: int = 1
 
     def __post_init__(self) -> None:
         _at_least("steps", self.steps, 1)
@@ -179,6 +182,7 @@ class TrainSettings:
         _at_least("save_every", self.save_every, 0)
         _at_least("keep", self.keep, 1)
         _at_least("held_out_every", self.held_out_every, 0)
+        _at_least("log_every", self.log_every, 1)
         if not 0 <= self.ema < 1:
             raise SettingsError(f"ema is {self.ema}; wanted a decay from 0 (none) up to, but not, 1, such as 0.99")
         if isinstance(self.checkpointing, str):

@@ -24,7 +24,7 @@ from .tensor_files import add_tensor, samples_of
 
 STATE = "state.pt"
 # Settings that change when something is done or how much memory it takes, not what a step computes.
-FREE = {"checkpointing", "save_every", "keep", "held_out_every", "save_dtype"}
+FREE = {"checkpointing", "save_every", "keep", "held_out_every", "save_dtype", "log_every"}
 PLACES = 8  # of a base's file, at each of which a MiB is hashed
 
 

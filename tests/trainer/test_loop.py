@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
@@ -466,12 +467,43 @@ def test_a_step_waits_for_the_device_once(tmp_path, family_name, monkeypatch):
         return original(tensor)
 
     monkeypatch.setattr(torch.Tensor, "tolist", tolist)
-    with session(tmp_path, family_name, accumulation=2) as graft, Waits():
+    with session(tmp_path, family_name, accumulation=2, steps=8) as graft, Waits():
         for _ in range(3):
             waits.clear()
             graft.step()
             # Two losses and the gradient's norm.
-            assert waits == [(3,)]
+            assert waits == [(1, 3)]
+        for _ in range(3):
+            waits.clear()
+            assert graft.advance(read=False) == []
+            assert waits == []
+        assert [log.step for log in graft.read()] == [4, 5, 6]
+        assert waits == [(3, 3)]
+        assert graft.read() == []
+
+
+def test_steps_that_are_read_later_have_the_same_numbers(tmp_path):
+    logs = {}
+    for read in (True, False):
+        with session(tmp_path, "krea2", adapter=f"read_{read}", warmup_steps=3) as graft:
+            logs[read] = [log for _ in range(4) for log in graft.advance(read)] + graft.read()
+    for one, other in zip(logs[True], logs[False], strict=True):
+        assert dataclasses.replace(one, seconds=0) == dataclasses.replace(other, seconds=0)
+    assert len({log.seconds for log in logs[False]}) == 1
+
+
+def test_a_loss_that_is_not_finite_is_found_with_the_next_that_is_read(tmp_path, monkeypatch):
+    """Named with the step and the pictures that it came from."""
+    graft = session(tmp_path, "krea2")
+    original = graft._loss
+    monkeypatch.setattr(graft, "_loss", lambda drawn: original(drawn) * (torch.nan if graft.done == 1 else 1))
+    with graft:
+        graft.advance(read=False)
+        names = graft._ahead.passes[0].batch.names
+        graft.advance(read=False)
+        with pytest.raises(TrainingError, match=rf"the loss became nan in step 2 on {names[0]}"):
+            graft.advance()
+        assert graft.done == 2
 
 
 def test_what_is_drawn_ahead_belongs_to_the_next_step(tmp_path):

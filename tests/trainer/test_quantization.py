@@ -119,7 +119,8 @@ def stored_levels():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_layout_of_a_format_is_what_it_stores(mode):
-    for rows, columns in ((256, 192), (24, 64), (6, 160)):
+    shapes = ((256, 192), (32, 64), (64, 160)) if mode == "mxfp8" else ((256, 192), (24, 64), (6, 160))
+    for rows, columns in shapes:
         stored = FORMATS[mode].quantize(weight(rows, columns))
         found = {name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in stored.items()}
         assert found == FORMATS[mode].layout((rows, columns))

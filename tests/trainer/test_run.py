@@ -91,15 +91,15 @@ def assert_same_lora(one, other):
 
 def interrupted_after(monkeypatch, step):
     """Ctrl-C during that step."""
-    original = TrainSession.step
+    original = TrainSession.advance
 
-    def interrupts(self):
-        log = original(self)
-        if log.step == step:
+    def interrupts(self, read):
+        logs = original(self, read)
+        if self.done == step:
             signal.raise_signal(signal.SIGINT)
-        return log
+        return logs
 
-    monkeypatch.setattr(TrainSession, "step", interrupts)
+    monkeypatch.setattr(TrainSession, "advance", interrupts)
 
 
 def test_a_run_is_a_folder_with_all_that_was_asked_for(tmp_path, pictures):
@@ -160,15 +160,37 @@ test_run.start(test_run.settings_of(Path({str(tmp_path)!r}), {family!r}), {famil
     assert resumed.losses == whole.losses
 
 
-def test_stopped_and_resumed_is_the_uninterrupted_run(tmp_path, pictures, monkeypatch):
+@pytest.mark.parametrize("log_every", [1, 7])
+def test_stopped_and_resumed_is_the_uninterrupted_run(tmp_path, pictures, monkeypatch, log_every):
     whole, _ = start(settings_of(tmp_path, output=str(tmp_path / "whole")))
+    settings = settings_of(tmp_path, train_log_every=log_every)
     with monkeypatch.context() as patch:
         interrupted_after(patch, 5)
-        stopped, said = start(settings_of(tmp_path))
+        stopped, said = start(settings)
     assert any("stopped after 5 of 8 steps" in sentence for sentence in said)
     assert (stopped.folder / "zorb.safetensors").is_file()
-    resumed, _ = start(settings_of(tmp_path), resume=True)
+    assert steps_logged(stopped.folder) == [1, 2, 3, 4, 5]
+    resumed, _ = start(settings, resume=True)
     assert_same_lora(whole.folder, resumed.folder)
+
+
+def test_the_interval_of_logging_changes_nothing_but_when_a_loss_is_read(tmp_path, pictures, monkeypatch):
+    """Every step has its line; what is saved, measured or previewed has been read."""
+    whole, _ = start(settings_of(tmp_path, output=str(tmp_path / "whole")))
+    original, reads = TrainSession.advance, []
+
+    def noted(self, read):
+        logs = original(self, read)
+        reads.append((self.done, [log.step for log in logs]))
+        return logs
+
+    monkeypatch.setattr(TrainSession, "advance", noted)
+    result, _ = start(settings_of(tmp_path, train_log_every=5))
+    # Saves every 3 steps, previews and measurements every 4.
+    assert [entry for entry in reads if entry[1]] == [(3, [1, 2, 3]), (4, [4]), (5, [5]), (6, [6]), (8, [7, 8])]
+    assert steps_logged(result.folder) == list(range(1, 9))
+    assert result.losses == whole.losses
+    assert_same_lora(whole.folder, result.folder)
 
 
 def test_a_longer_run_may_continue_under_a_constant_rate(tmp_path, pictures):
@@ -325,6 +347,7 @@ def test_previews_measurements_and_saves_change_nothing_of_the_training(tmp_path
     assert_same_lora(whole.folder, result.folder)
 
 
+@pytest.mark.parametrize("log_every", [1, 8])
 @pytest.mark.parametrize(
     ("failure", "message", "continues"),
     [
@@ -332,8 +355,11 @@ def test_previews_measurements_and_saves_change_nothing_of_the_training(tmp_path
         ("memory", "out of memory in step 5; the state before it is saved", 4),
     ],
 )
-def test_a_run_whose_step_fails_goes_on_as_if_it_had_not(tmp_path, pictures, monkeypatch, failure, message, continues):
+def test_a_run_whose_step_fails_goes_on_as_if_it_had_not(
+    tmp_path, pictures, monkeypatch, failure, message, continues, log_every
+):
     """After a loss that is not finite from the last periodic save, out of memory from right before the step."""
+    settings = settings_of(tmp_path, train_log_every=log_every, train_held_out_every=0, preview=PreviewSettings())
     whole, _ = start(settings_of(tmp_path, output=str(tmp_path / "whole")))
     original = TrainSession._loss
 
@@ -346,9 +372,12 @@ def test_a_run_whose_step_fails_goes_on_as_if_it_had_not(tmp_path, pictures, mon
     with monkeypatch.context() as patch:
         patch.setattr(TrainSession, "_loss", fails)
         with pytest.raises(TrainingError, match=message):
-            start(settings_of(tmp_path))
-    result, said = start(settings_of(tmp_path), resume=True)
+            start(settings)
+    if failure == "memory":
+        assert steps_logged(tmp_path / "out") == [1, 2, 3, 4]
+    result, said = start(settings, resume=True)
     assert f"continuing after step {continues}" in said
+    assert steps_logged(result.folder) == list(range(1, 9))
     assert_same_lora(whole.folder, result.folder)
 
 
