@@ -311,7 +311,7 @@ def usable(device: torch.device) -> int:
 
 
 HEAD = (
-    "| model | base | pictures | checkpointing | s/step | TFLOP | of the matmul peak | peak | planned | published |\n"
+    "| model | base | pictures | checkpointing | s/step | TFLOP | of that peak | peak | planned | published |\n"
     "|---|---|---|---|---|---|---|---|---|---|"
 )
 
@@ -338,7 +338,7 @@ def cases(setup: Setup, families: Sequence[str], precisions: Sequence[str], peak
                 with eight_bit_choice.computing(base, products):
                     found = measured(base, work, setup.device)
                 well = found.peak <= OVER_PLAN * planned + OVER_PLAN_BYTES[setup.device.type]
-                beside = PUBLISHED.get((name, precision, side), "")
+                beside = "" if products else PUBLISHED.get((name, precision, side), "")
                 share = found.flops / found.seconds / peak
                 yield (
                     f"{start} {found.seconds:.3f} | {found.flops / 1e12:.1f} | {share:.0%} | {setup.memory(found.peak)}"

@@ -89,21 +89,22 @@ def raw(name: str, samples: list[Sample]) -> Tensor:
     return latent_format.process_out(latents.unsqueeze(2) if latent_format.latent_dimensions == 3 else latents)
 
 
-def stock_model(name: str) -> Any:
-    """ComfyUI's own MODEL of the demonstration base, which it can load again, as TrainLoraNode does."""
+def stock_model(name: str, base: Path) -> Any:
+    """ComfyUI's own MODEL of a base, in the file's dtype, which it can load again, as TrainLoraNode does."""
     import comfy.sd
     import comfy.utils
 
-    path = str(base_path(FAMILIES[name]))
+    path = str(base)
+    dtype = next(iter(comfy.utils.load_torch_file(path).values())).dtype
     if name == "krea2":
-        return comfy.sd.load_diffusion_model(path, model_options={"dtype": torch.float32})
+        return comfy.sd.load_diffusion_model(path, model_options={"dtype": dtype})
     # Its loader knows Ideogram 4 at the published sizes alone: the tests' parts build the small one from its classes.
     spec = importlib.util.spec_from_file_location("graft_test_parts", ROOT / "tests/comfyui/parts/__init__.py")
     parts = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(parts)
 
     def make(**_: Any) -> Any:
-        return parts.stock_model(comfy.utils.load_torch_file(path))
+        return parts.stock_model(comfy.utils.load_torch_file(path), dtype)
 
     model = make()
     model.cached_patcher_init = (make, ())
@@ -111,11 +112,11 @@ def stock_model(name: str) -> Any:
 
 
 class Stock:
-    """ComfyUI's TrainLoraNode on a family's demonstration base."""
+    """ComfyUI's TrainLoraNode on a family's demonstration base, or on another one."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, base: Path | None = None) -> None:
         self.name = name
-        self.model = stock_model(name)
+        self.model = stock_model(name, base or base_path(FAMILIES[name]))
 
     def train(self, *given: Any, **changes: Any) -> State:
         """The LoRA alone of what `outputs` gives."""

@@ -2,7 +2,8 @@
 
     python benchmarks/step.py [--tokens 1024] [--rounds 5] [--output benchmarks/RESULTS.md]
 
-Runs from a clone, since it takes the twins in diffusers from `tests/`. Exits with 1 where a target is missed.
+Runs from a clone, since it takes the twins in diffusers from `tests/`. With `COMFYUI_PATH`, the folder of a ComfyUI,
+and on the Python that it runs on, ComfyUI's TrainLoraNode stands beside both. Exits with 1 where a target is missed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import measure
 import peer
+import sides
 import tiny
 import torch
 from graft_lora.trainer import adapters, attention, eight_bit_choice, memory
@@ -477,6 +479,14 @@ def main() -> int:
         print(parts[-1], flush=True)
         parts.append("\n".join(timed(name, compute, tokens, parsed.rounds, true, targets)))
         print(parts[-1], flush=True)
+    if os.environ.get("COMFYUI_PATH"):
+        version = sides.open_comfyui()
+        # Only now: importing ComfyUI sets some of torch's switches.
+        import node_step
+
+        for name in parsed.family:
+            parts.append("\n".join(node_step.lines(name, parsed.rounds, version)))
+            print(parts[-1], flush=True)
     missed = [f"- missed: {line}" for line in targets.missed]
     parts.append("\n".join(["### Targets", "", f"- met: {targets.met}", *missed]))
     print(parts[-1])

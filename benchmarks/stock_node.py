@@ -30,7 +30,7 @@ from graft_lora.trainer import loop
 from graft_lora.trainer.checkpoints import read_shapes
 from graft_lora.trainer.errors import SettingsError
 from graft_lora.trainer.families import FAMILIES
-from graft_lora.trainer.live_bytes import LiveBytes
+from graft_lora.trainer.live_bytes import LiveBytes, tensors_of
 from graft_lora.trainer.objective import DISTRIBUTIONS, sigma_quantiles
 from graft_lora.trainer.plots import loss_plot
 from graft_lora.trainer.preflight import check
@@ -125,14 +125,14 @@ def resolutions(bench: Bench) -> Cells:
 
 
 def checkpointing(bench: Bench) -> Cells:
-    """Bytes alive at the peak of a step, above those before it."""
+    """Bytes alive at the peak of a step, above those before it, without the weights."""
     from comfy_extras.nodes_train import TrainSampler
 
     samples = sides.noise_pictures("krea2", 96)
 
     def theirs(on: bool, depth: int = 1) -> float:
         found = []
-        with LiveBytes() as live:
+        with LiveBytes(elsewhere=tensors_of(bench.stock.model.model)) as live:
 
             def before(*_: Any, **__: Any) -> None:
                 live.reset()
@@ -143,7 +143,11 @@ def checkpointing(bench: Bench) -> Cells:
         return (found[1] - found[0]) / MIB
 
     def ours(on: bool) -> float:
-        with torch.inference_mode(), bench.graft.session(samples, checkpointing=on) as session, LiveBytes() as live:
+        with (
+            torch.inference_mode(),
+            bench.graft.session(samples, checkpointing=on) as session,
+            LiveBytes(elsewhere=tensors_of(session.base.model)) as live,
+        ):
             session.step()
             live.reset()
             start = live.now
@@ -448,8 +452,8 @@ def run_to(settings: RunSettings, graft: Graft, steps: int, resume: bool = False
     class Stopping(Watcher):
         done = 0
 
-        def stepped(self, log: Any, total: int, losses: Any) -> None:
-            self.done = log.step
+        def stepped(self, logs: Any, total: int, losses: Any) -> None:
+            self.done = logs[-1].step
 
         def wish(self) -> str:
             return STOP if self.done >= steps else ""

@@ -172,7 +172,7 @@ def graph_watcher(node: str | None, steps: int, finish: threading.Event) -> Any:
         steps: of the run.
         finish: an event that the button "Finish now" sets.
     """
-    from ..trainer.watcher import FINISH, STOP, Watcher, recent
+    from ..trainer.watcher import FINISH, SMOOTHED, STOP, Watcher, recent
 
     class GraphWatcher(Watcher):
         """Progress bar, preview picture and text of the node; ComfyUI's Stop and the button are its wishes."""
@@ -180,7 +180,6 @@ def graph_watcher(node: str | None, steps: int, finish: threading.Event) -> Any:
         def __init__(self) -> None:
             self.bar = host.progress(node, steps)
             self.previews = False  # there was one, which the node keeps showing
-            self.picture: Image.Image | None = None  # one that is not shown yet
             self.drawn = 0.0
             self.seconds: list[float] = []
 
@@ -192,18 +191,20 @@ def graph_watcher(node: str | None, steps: int, finish: threading.Event) -> Any:
         def say(self, sentence: str) -> None:
             tell(node, sentence)
 
-        def stepped(self, entry: Any, total: int, losses: Sequence[float]) -> None:
-            self.seconds.append(entry.seconds)
-            host.show_text(node, progress_text(entry.step, total, recent(losses), recent(self.seconds)))
-            picture, self.picture = self.picture, None
-            if not self.previews and (time.monotonic() - self.drawn > REDRAW or entry.step == total):
+        def stepped(self, logs: Sequence[Any], total: int, losses: Sequence[float]) -> None:
+            step = logs[-1].step
+            self.seconds = [*self.seconds, *(log.seconds for log in logs)][-SMOOTHED:]
+            host.show_text(node, progress_text(step, total, recent(losses), recent(self.seconds)))
+            picture = None
+            if not self.previews and (time.monotonic() - self.drawn > REDRAW or step == total):
                 self.drawn = time.monotonic()
                 picture = loss_curve(losses)
-            self.bar.update(entry.step, total, picture)
+            self.bar.update(step, total, picture)
 
         def previewed(self, step: int, path: Path) -> None:
+            self.previews = True
             with Image.open(path) as file:
-                self.previews, self.picture = True, file.convert("RGB")
+                self.bar.update(step, steps, file.convert("RGB"))
 
         def wish(self) -> str:
             if host.interrupted():

@@ -281,3 +281,12 @@ def test_a_run_that_fails_leaves_no_lora_behind(tmp_path, pictures, capsys):
 def test_python_m_works():
     done = subprocess.run([sys.executable, "-m", "graft_lora", "--help"], capture_output=True, text=True, check=True)
     assert "demo" in done.stdout
+
+
+def test_the_readmes_estimates_are_what_is_printed(capsys):
+    """Of one card; the others come from the same plan."""
+    assert main(["estimate", "--card", "12"]) == 0
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    rows = [line for line in capsys.readouterr().out.splitlines() if "12 GB" in line]
+    assert len(rows) == 2
+    assert all(f"\n{row}\n" in readme for row in rows)

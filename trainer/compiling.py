@@ -3,14 +3,15 @@
 Matrix products and attention are library kernels already. What lies between them, norm and modulation, q and k's norm
 and rotation, gates, SwiGLU's product and residuals, is what eager runs as many kernels that read and write everything,
 and what compiling fuses. Each such function (`pointwise.py`) is compiled by itself, once for all blocks and buckets:
-batch and tokens are dynamic from the first call on. So the custom autograd Functions between them, the tape and
-recomputation stay what they are.
+batch and tokens are dynamic from the first call on. So the autograd Functions of Linears and attention between them,
+the tape and recomputation stay what they are; those of the pieces themselves (`elementwise.py`) are compiled with their
+backward.
 
 Each is compiled whole (`fullgraph`): what cannot be compiled is an error, and never runs eager in silence. No setting
 of `torch._dynamo` or inductor is changed.
 
 The numbers differ from eager's in the order of sums, by about 3e-7 of a gradient in fp32; in bf16 by its rounding,
-since a fused kernel rounds once where eager rounds after each operation.
+since a fused kernel rounds once where eager rounds after each operation of gates, SwiGLU and residuals.
 """
 
 from __future__ import annotations

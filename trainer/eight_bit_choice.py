@@ -82,7 +82,8 @@ def choose(base: Base, wanted: bool | str, tokens: int, device: Device) -> Choic
         SettingsError: it is wanted and cannot be done.
     """
     if wanted is False:
-        return Choice(False, "")
+        idle = 'mxfp8 is there for matmuls in 8 bits, which are off; set [model] eight_bit_compute = "auto", or use fp8'
+        return Choice(False, idle if base.precision == "mxfp8" else "")
     layers = eligible(base.model, base.family)
     if fault := _fault(base, layers, tokens, device):
         if wanted is True:

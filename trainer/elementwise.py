@@ -4,8 +4,8 @@ Autograd's own graph of a norm holds half a dozen fp32 tensors for one in bf16, 
 each of them. Here a Function keeps its arguments, and as few tensors are made as there are values to hold. A norm
 counts as element-wise: it reduces over the last axis, and mixes no tokens.
 
-Everything is computed in fp32 and rounded once at the end, unless it says otherwise. A gradient that sums over tokens,
-that of a gain, shift or gate, is summed in fp32.
+Everything is computed in fp32 and rounded once at the end, unless it says otherwise. The gradient of a gain or shift
+sums over tokens, in fp32.
 
 Shape suffixes: B batch, L tokens, D features, H heads, K head width.
 """
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import on_cpu
 from .pointwise import pointwise
 
 
@@ -41,43 +42,61 @@ def rms_normed_and_rotated(
 
     Args:
         x_BLHK: queries or keys.
-        gain_K: fp32; not trained.
+        gain_K: fp32.
         eps: as above.
         cos: fp32 (1, L, 1, K/2).
         sin: likewise.
         neighbours: a pair is two numbers side by side, or else one of the first half and one of the second.
+
+    Raises:
+        ValueError: the tables are to be trained.
     """
+    if cos.requires_grad or sin.requires_grad:
+        raise ValueError("the tables of a rotation have no gradient here")
     return _RmsNormedAndRotated.apply(x_BLHK, gain_K, eps, cos, sin, neighbours)
 
 
 @pointwise
 def gated(x: Tensor, gate: Tensor) -> Tensor:
-    """sigmoid(gate) · x, each rounded to their dtype."""
+    """sigmoid(gate) · x, each rounded to the dtype that both have."""
     return _Gated.apply(x, gate)
 
 
 @pointwise
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up (arXiv 2002.05202), each rounded to their dtype."""
+    """silu(gate) · up (arXiv 2002.05202), each rounded to the dtype that both have."""
     return _Swiglu.apply(gate, up)
 
 
 def _fp32(x: Tensor) -> Tensor:
-    """A copy that may be written to."""
-    return x.to(torch.float32, copy=True)
+    """A copy in one piece that may be written to."""
+    return x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+
+def _times(x: Tensor, factor: Tensor) -> Tensor:
+    """x · factor in fp32, a tensor of its own; the factor is fp32. A card reads x as it is."""
+    return _fp32(x).mul_(factor) if on_cpu.is_cpus(x) else x * factor
 
 
 def _unit(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x / rms(x) in fp32, and 1 / rms (…, 1)."""
-    unit = _fp32(x)
-    inverse = unit.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return unit.mul_(inverse), inverse
+    """x / √(mean(x²) + eps) in fp32, and 1 / √(mean(x²) + eps), (…, 1)."""
+    if on_cpu.is_cpus(x):
+        unit = _fp32(x)
+        inverse = unit.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        return unit.mul_(inverse), inverse
+    # A norm makes no copy, and is the slowest reduction that a CPU has.
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return x * inverse, inverse
 
 
-def _unit_gradient(grad: Tensor, unit: Tensor, inverse: Tensor) -> Tensor:
-    """The gradient of x, from that of `_unit`; written into it."""
+def _from_unit(grad: Tensor, x: Tensor, unit: Tensor, inverse: Tensor) -> Tensor:
+    """The gradient of x in its dtype, from that of unit = x · inverse, which is written to."""
     along = (grad * unit).mean(-1, keepdim=True)
-    return grad.addcmul_(unit, along, value=-1).mul_(inverse)
+    grad.addcmul_(unit, along, value=-1)
+    if on_cpu.is_cpus(x) or torch.compiler.is_compiling():
+        return grad.mul_(inverse).to(x.dtype)
+    return torch.mul(grad, inverse, out=torch.empty_like(x))  # rounded on the way
 
 
 class _RmsNormed(torch.autograd.Function):
@@ -94,10 +113,10 @@ class _RmsNormed(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gain, inverse = ctx.saved_tensors
         for_x, for_gain, for_shift = ctx.needs_input_grad[:3]
-        grad, unit = _fp32(grad), _fp32(x).mul_(inverse)
-        grad_shift = grad.sum_to_size(ctx.shift_shape) if for_shift else None
-        grad_gain = (grad * unit).sum_to_size(gain.shape) if for_gain else None
-        grad_x = _unit_gradient(grad.mul_(gain), unit, inverse).to(x.dtype) if for_x else None
+        unit = _times(x, inverse)
+        grad_shift = grad.float().sum_to_size(ctx.shift_shape) if for_shift else None
+        grad_gain = _times(grad, unit).sum_to_size(gain.shape) if for_gain else None
+        grad_x = _from_unit(_times(grad, gain), x, unit, inverse) if for_x else None
         return grad_x, grad_gain, grad_shift, None
 
 
@@ -116,14 +135,16 @@ class _RmsNormedAndRotated(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x_BLHK, gain_K, inverse, cos, sin = ctx.saved_tensors
         # Rotating back is the transpose of rotating.
-        turned = _rotated(_fp32(grad), cos, -sin, ctx.neighbours).mul_(gain_K)
-        unit = _fp32(x_BLHK).mul_(inverse)
-        return _unit_gradient(turned, unit, inverse).to(x_BLHK.dtype), None, None, None, None, None
+        turned, unit = _rotated(_fp32(grad), cos, -sin, ctx.neighbours), _times(x_BLHK, inverse)
+        for_x, for_gain = ctx.needs_input_grad[:2]
+        grad_gain = (turned * unit).sum_to_size(gain_K.shape) if for_gain else None
+        grad_x = _from_unit(turned.mul_(gain_K), x_BLHK, unit, inverse) if for_x else None
+        return grad_x, grad_gain, None, None, None, None
 
 
 def _rotated(x_BLHK: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
-    """Pairs rotated, fp32; it may be written into x."""
-    pairs = x_BLHK.unflatten(-1, (-1, 2) if neighbours else (2, -1))
+    """Pairs rotated; x is fp32, and may be written to."""
+    pairs = x_BLHK.contiguous().unflatten(-1, (-1, 2) if neighbours else (2, -1))
     if neighbours and not torch.compiler.is_compiling():
         # One pass over numbers that lie side by side, where the lines below take strides; inductor knows no complex
         # numbers, and makes one pass of those lines.

@@ -296,6 +296,8 @@ class MXFP8(Format):
         return weight
 
     def part(self, buffers: Buffers, rows: int, columns: int) -> dict[str, Tensor]:
+        if not self.fits_shape((rows, columns)):
+            raise ValueError(f"mxfp8 is cut by tiles of 32 × 32 weights; got {rows} × {columns}")
         tiles = rows // microscaling.BLOCK, columns // microscaling.BLOCK
         return {"data": buffers["data"][:rows, :columns], "scale": buffers["scale"][: tiles[0], : tiles[1]]}
 

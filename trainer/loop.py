@@ -93,9 +93,19 @@ class _Unread:
         mend = "a lower learning rate or fp32 compute usually mends it"
         for loss, names in zip(losses, self.names, strict=True):
             if not math.isfinite(loss):
-                raise TrainingError(f"the loss became {loss} in step {self.step} on {some(list(names))}; {mend}")
+                raise NotFiniteError(f"the loss became {loss} in step {self.step} on {some(list(names))}; {mend}")
         if not math.isfinite(norm):
-            raise TrainingError(f"the gradient became {norm} in step {self.step}; {mend}")
+            raise NotFiniteError(f"the gradient became {norm} in step {self.step}; {mend}")
+
+
+class NotFiniteError(TrainingError):
+    """A loss or gradient that is not finite.
+
+    Attributes:
+        logs: the steps before it that were read with it, which are.
+    """
+
+    logs: tuple[StepLog, ...] = ()
 
 
 class TrainSession:
@@ -187,7 +197,8 @@ class TrainSession:
             yield self.step()
 
     def step(self) -> StepLog:
-        """One optimiser step, whose loss is waited for: as `advance`."""
+        """One optimiser step, whose loss is waited for: as `advance`, with no step before it unread."""
+        assert not self._unread, "read() the steps before this one first"
         return self.advance()[-1]
 
     def advance(self, read: bool = True) -> list[StepLog]:
@@ -201,9 +212,9 @@ class TrainSession:
             With `read` this step and those before it that were not read, else nothing.
 
         Raises:
-            TrainingError: the loss or the gradient is not finite. After any error in the forward or backward pass the
-                session is as before the step; but steps that were not read have been made, and what one of them made of
-                the weights must not be kept.
+            NotFiniteError: the loss or the gradient, of this step or of one before it that was not read: what such a
+                one made of the weights must not be kept. After any other error in the forward or backward pass the
+                session is as before the step, and what was not read can still be.
         """
         assert self._open is not None, "open the session first: with TrainSession(...) as session"
         place = self._place()
@@ -219,17 +230,25 @@ class TrainSession:
         """The steps that were not read, after which it waits for the device.
 
         Raises:
-            TrainingError: a loss or gradient among them is not finite.
+            NotFiniteError: a loss or gradient among them.
         """
-        return self._logs(self._waited())
-
-    def _waited(self) -> list[tuple[_Unread, list[float]]]:
-        """The steps that were not read, with their values, which are checked."""
         unread, self._unread = self._unread, []
-        values = torch.stack([step.values for step in unread]).tolist() if unread else []
-        for step, found in zip(unread, values, strict=True):
-            step.check(found)
-        return list(zip(unread, values, strict=True))
+        return self._logs(self._waited(unread))
+
+    def _waited(self, steps: list[_Unread]) -> list[tuple[_Unread, list[float]]]:
+        """The steps with their values, which are all finite."""
+        waited: list[tuple[_Unread, list[float]]] = []
+        # Of each its own: where a device is full there is no room to put them together.
+        for step in steps:
+            values = step.values.tolist()
+            try:
+                step.check(values)
+            except NotFiniteError as error:
+                self._unread = []
+                error.logs = tuple(self._logs(waited))
+                raise
+            waited.append((step, values))
+        return waited
 
     def _logs(self, waited: list[tuple[_Unread, list[float]]]) -> list[StepLog]:
         seconds = (time.perf_counter() - self._since) / max(1, len(waited))
@@ -253,15 +272,16 @@ class TrainSession:
             self._ahead = self._draw()
         rate = learning_rate(train.schedule, self.done, train.steps, train.warmup_steps, train.learning_rate)
         values = torch.stack([*losses, norm.to(losses[0])])
-        self._unread.append(_Unread(self.done + 1, values, rate, [entry.batch.names for entry in passes]))
+        steps = [*self._unread, _Unread(self.done + 1, values, rate, [entry.batch.names for entry in passes])]
         # The one time that the CPU waits for the GPU.
-        waited = self._waited() if read else []
+        waited = self._waited(steps) if read else []
         optimizers.set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.average is not None:
             self.average.update()
         self.done += 1
+        self._unread = [] if read else steps
         return self._logs(waited)
 
     def _place(self) -> Place:
@@ -316,6 +336,7 @@ class TrainSession:
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to continue bit-exactly. It shares the session's tensors: write it before a step."""
+        assert not self._unread, "read() first: what was not checked is not to be kept"
         return {
             "done": self.done,
             "adapter": [parameter.detach() for parameter in self.parameters],
@@ -334,6 +355,7 @@ class TrainSession:
                 self.average.load_state_dict(state["average"])
             self.optimizer.load_state_dict(state["optimizer"])
         self._return_to((state["generator"], state["stream"]))
+        self._unread = []
         self.done = state["done"]
 
     def try_saving(self, folder: Path) -> None:

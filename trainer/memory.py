@@ -50,7 +50,7 @@ def recomputing(
             many blocks, each of which keeps the output of its last Linear where a norm follows.
     """
     if how_many is True:
-        return checkpointed([*blocks[:-1], *others], slim=blocks[-1:], however_small=True)
+        return checkpointed([*blocks[:-1], *others], slim=blocks[-1:], slim_from=0)
     trained = (index for index, block in enumerate(blocks) if any(p.requires_grad for p in block.parameters()))
     first = next(trained, 0)
     order = [*blocks[first:], *blocks[:first]]
@@ -63,7 +63,7 @@ def checkpointed(
     blocks: Iterable[nn.Module],
     slim: Iterable[nn.Module] = (),
     but_last: Iterable[nn.Module] = (),
-    however_small: bool = False,
+    slim_from: int | None = None,
 ) -> Iterator[None]:
     """While it lasts, each block recomputes its activations in the backward pass.
 
@@ -73,7 +73,7 @@ def checkpointed(
         blocks: those that recompute everything.
         slim: those that recompute element-wise work alone.
         but_last: those that recompute everything but the Linear that is their `worth_keeping`, if they have one.
-        however_small: slim blocks are so with inputs below `SMALL` too.
+        slim_from: elements of its input from which on a slim block is one; `SMALL` by default.
     """
     chosen: list[tuple[nn.Module, bool | nn.Module]] = [(block, False) for block in blocks]
     chosen += [(block, True) for block in slim]
@@ -82,7 +82,9 @@ def checkpointed(
     try:
         for block, keeps in chosen:
             # An instance attribute hides the class's method; deleting it brings the method back.
-            block.forward = functools.partial(_recomputing, block.forward, block, keeps, however_small)
+            block.forward = functools.partial(
+                _recomputing, block.forward, block, keeps, SMALL if slim_from is None else slim_from
+            )
         yield
     finally:
         for (block, _), former in zip(chosen, before, strict=True):
@@ -91,10 +93,8 @@ def checkpointed(
                 block.forward = former
 
 
-def _recomputing(
-    forward: Any, block: nn.Module, keeps: bool | nn.Module, however_small: bool, x: Tensor, *args: Any
-) -> Any:
-    if not torch.is_grad_enabled() or (keeps is True and not however_small and x.numel() < SMALL):
+def _recomputing(forward: Any, block: nn.Module, keeps: bool | nn.Module, slim_from: int, x: Tensor, *args: Any) -> Any:
+    if not torch.is_grad_enabled() or (keeps is True and x.numel() < slim_from):
         return forward(x, *args)
     tape = Tape(keeps, _unneeded(block, args))
     return checkpoint(forward, x, *args, use_reentrant=False, context_fn=tape.contexts)

@@ -18,10 +18,11 @@ import math
 import torch
 from torch import Tensor
 
-from .eight_bit import CHUNK, FEW_ROWS, FP8, INT8, LARGEST, MULTIPLE
+from .eight_bit import FEW_ROWS, FP8, INT8, LARGEST, MULTIPLE
 from .on_cpu import one_dtype
 
 BLOCK = 32
+CHUNK = 2**22  # numbers of the input that are worked on at a time, which bounds the fp32 temporaries
 # A scale's 8 bits are fp32's exponent (e8m0): 2^(bits - 127), the last of them NaN. That of fp32's smallest normal
 # number is the least used.
 _MANTISSA, _LEAST, _NAN = 23, 1, 255
@@ -38,7 +39,7 @@ def exponents(largest: Tensor) -> Tensor:
         largest: fp32, ≥ 0.
     """
     bits = (largest / LARGEST[FP8]).view(torch.int32)
-    rounded_up = (bits >> _MANTISSA) + (bits & (1 << _MANTISSA) - 1 != 0)
+    rounded_up = (bits >> _MANTISSA) + ((bits & ((1 << _MANTISSA) - 1)) != 0)
     return rounded_up.clamp_(_LEAST, _NAN).to(torch.uint8)
 
 
@@ -49,7 +50,7 @@ def powers(exponent: Tensor) -> Tensor:
 
 def inverse_powers(exponent: Tensor) -> Tensor:
     """The same for 1 / power."""
-    return (2 * 127 - exponent.int() << _MANTISSA).view(torch.float32)
+    return ((2 * 127 - exponent.int()) << _MANTISSA).view(torch.float32)
 
 
 def quantize_blocks(x_MK: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,16 +122,23 @@ def input_gradient(grad_MO: Tensor, data_OI: Tensor, scale_oi: Tensor) -> Tensor
 
 
 def _product(x_MK: Tensor, b_KN: Tensor, scale_nk: Tensor) -> Tensor:
-    rows, summed = x_MK.shape
-    # The fp32 temporaries are bounded, as in `eight_bit`.
-    parts = max(1, min(math.ceil(rows * summed / CHUNK), rows // (FEW_ROWS + 1)))
-    numbers, scales = zip(*map(quantize_blocks, x_MK.tensor_split(parts)), strict=True)
-    # As integers, which every device can put together.
-    a_MK = torch.cat([part.view(INT8) for part in numbers]).view(FP8)
+    a_MK, scale_Mk = _in_parts(x_MK)
     scale_a, scale_b = (
-        in_order(scale).view(torch.float8_e8m0fnu)
-        for scale in (torch.cat(scales), scale_nk.repeat_interleave(BLOCK, dim=0))
+        in_order(scale).view(torch.float8_e8m0fnu) for scale in (scale_Mk, scale_nk.repeat_interleave(BLOCK, dim=0))
     )
     if fault := cuda_fault(a_MK, b_KN, scale_a, scale_b, x_MK.dtype):
         raise ValueError(f"this product cannot be made in mxfp8: {fault}")
     return torch._scaled_mm(a_MK, b_KN, scale_a, scale_b, out_dtype=x_MK.dtype)
+
+
+def _in_parts(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """As `quantize_blocks`, so many numbers at a time that the temporaries stay small."""
+    rows, summed = x_MK.shape
+    parts = max(1, min(math.ceil(rows * summed / CHUNK), rows // (FEW_ROWS + 1)))
+    data_MK = torch.empty(rows, summed, dtype=FP8, device=x_MK.device)
+    scale_Mk = torch.empty(rows, summed // BLOCK, dtype=torch.uint8, device=x_MK.device)
+    for x, data, scale in zip(*(whole.tensor_split(parts) for whole in (x_MK, data_MK, scale_Mk)), strict=True):
+        numbers, bits = quantize_blocks(x)
+        data.view(INT8).copy_(numbers.view(INT8))  # as integers, which every device can copy
+        scale.copy_(bits)
+    return data_MK, scale_Mk

@@ -4,7 +4,8 @@ A precision is how weights are stored, and asks for nothing more: a frozen weigh
 dtype and then multiplied in that. So fp8 asks for no fp8 hardware (torch converts float8_e4m3fn in software on any
 card, a GTX as well as an H100), int8 for no int8 matmul, and bf16 weights for no bf16 arithmetic: on a card without
 native bf16 all of them train in fp32. Multiplying in 8 bits (`eight_bit`) is another matter, which the hardware must be
-able to. What a mode asks for stands in one line of the tables below.
+able to; mxfp8, which is there for that alone, is the one exception. What a mode asks for stands in one line of the
+tables below.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Element-wise work of a transformer, told apart from its matrix products and attention, so that it can be compiled.
 
-A family marks such a function with `pointwise`; whether it runs as it is written or compiled is for `compiling.py` to
-say, while a session is open. A norm counts too: it reduces over the last axis, and mixes no tokens.
+Such a function is marked with `pointwise`; whether it runs as it is written or compiled is for `compiling.py` to
+say, while a session is open.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..lora_convert import atomic_file
-from . import compiling, optimizers
+from . import compiling, eight_bit, optimizers
 from .elementwise import swiglu
 from .errors import first_line
 from .formats import NF4, format_of
@@ -53,15 +53,20 @@ def precision_fault(precision: str, device: torch.device | str) -> str | None:
 def eight_bit_fault(format: str, device: torch.device | str) -> str | None:
     """A product and a gradient in 8 bits of a small matrix, whose numbers are exact in them or nearly so.
 
-    torch is built without some of these kernels on some systems, such as Windows. The matrix has tiles of different
-    size, so that scales in a wrong place are found.
+    torch is built without some of these kernels on some systems, such as Windows. The matrix has tiles of numbers of
+    different size, so that scales in a wrong place are found. torchao is not asked: a file of ComfyUI's needs none.
     """
     try:
         with torch.inference_mode(False), torch.no_grad():
             tile = torch.ones(32, 32, dtype=torch.bfloat16, device=device).triu()
             factors = 2.0 ** (torch.arange(25, device=device, dtype=torch.bfloat16) * 2 % 3).view(5, 5)
             x = torch.kron(factors, tile)
-            layer = FrozenLinear(*x.shape).store(x, format_of(format))
+            layer, stored = FrozenLinear(*x.shape), format_of(format)
+            if format in eight_bit.DTYPES:
+                data, scale = eight_bit.quantize_rows(x, eight_bit.DTYPES[format])
+                layer.restore({"data": data, "scale": scale}, stored)
+            else:
+                layer.store(x, stored)
             layer.eight_bit = True
             found = matmul(x, layer), input_gradient(x, layer)
             wanted = x.float() @ x.T.float(), x.float() @ x.float()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -145,10 +146,14 @@ def _in_8_bits(rows: Tensor, layer: FrozenLinear) -> bool:
     return layer.eight_bit and eight_bit.fits(rows.shape[:-1].numel(), layer.in_features, layer.out_features)
 
 
-def _products(layer: FrozenLinear) -> Any:
-    """The module that multiplies in the layer's format, which has an `eight_bit`."""
+_PRODUCTS = {"int8": eight_bit, "fp8": eight_bit, "mxfp8": microscaling}
+
+
+def _products(layer: FrozenLinear) -> ModuleType:
+    """What multiplies in the layer's format, which has an `eight_bit`."""
     assert layer.format is not None
-    return microscaling if layer.format.eight_bit == "mxfp8" else eight_bit
+    assert layer.format.eight_bit is not None
+    return _PRODUCTS[layer.format.eight_bit]
 
 
 class _FrozenMatmul(torch.autograd.Function):

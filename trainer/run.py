@@ -23,7 +23,7 @@ from .base_model import Base, load_base
 from .devices import Device, ran_out_of_memory
 from .errors import SettingsError, StoppedError, TrainingError, first_line
 from .evaluate import held_out_loss
-from .loop import StepLog, TrainSession
+from .loop import NotFiniteError, StepLog, TrainSession
 from .plots import loss_plot, preview_grid, stack
 from .preflight import Checked, check, encoded_folder
 from .samples import Cache, Encoders, Sample, check_held_out, encode_pictures, read_empty
@@ -355,15 +355,25 @@ class Run:
         steps, wish = session.train.steps, self.watcher.wish()
         with (self.folder / LOG).open("a", encoding="utf-8") as log:
             while session.done < steps and not wish:
+                full = False
                 try:
                     entries = session.advance(read=self._is_read(session.done + 1, steps))
-                except torch.OutOfMemoryError as error:
+                except torch.OutOfMemoryError:
+                    full = True
+                except BaseException as error:
+                    # Whatever it is, the steps before it are logged: they may tell why.
+                    with suppress(Exception):
+                        known = error.logs if isinstance(error, NotFiniteError) else session.read()
+                        self._log(log, known, steps, losses)
+                    raise
+                if full:
+                    # Only here, where the error is gone and with it the tensors of the step, is there room again.
                     self._log(log, session.read(), steps, losses)
                     self._save_state()
                     raise TrainingError(
                         f"out of memory in step {session.done + 1}; the state before it is saved: resume with "
                         "checkpointing, or begin anew with a lower resolution, batch size, rank or precision"
-                    ) from error
+                    )
                 self._log(log, entries, steps, losses)
                 try:
                     self._due(session.done, steps)
@@ -381,13 +391,14 @@ class Run:
         self.say(f"{how} after {session.done} of {steps} steps, as asked; resume to go on")
         return wish
 
-    def _log(self, log: IO[str], entries: list[StepLog], steps: int, losses: list[float]) -> None:
+    def _log(self, log: IO[str], entries: Sequence[StepLog], steps: int, losses: list[float]) -> None:
         """Writes and shows steps that were read."""
-        for entry in entries:
-            log.write(json.dumps(asdict(entry)) + "\n")
-            losses.append(entry.loss)
-            self.watcher.stepped(entry, steps, losses)
+        if not entries:
+            return
+        log.writelines(json.dumps(asdict(entry)) + "\n" for entry in entries)
         log.flush()
+        losses += [entry.loss for entry in entries]
+        self.watcher.stepped(entries, steps, losses)
 
     def _is_read(self, step: int, steps: int) -> bool:
         """Whether a step's loss is waited for: at the interval, and wherever the adapter is used or saved."""

@@ -58,9 +58,9 @@ class ModelSettings:
             empty for none.
         allow_distilled: train on a file whose name says that it is a distilled variant.
         blocks_on_cpu: so many of the transformer's blocks wait in main memory; `auto` for as few as fit.
-        eight_bit_compute: multiply int8 and fp8 weights in 8 bits, activations and gradients being rounded to 8 bits
-            per token, in place of dequantising; `auto` measures at the start of a run and does so where it is faster.
-            Off by default until it has been seen on a card.
+        eight_bit_compute: multiply int8, fp8 and mxfp8 weights in 8 bits, activations and gradients being rounded to 8
+            bits with a scale per token (mxfp8: for 32 numbers), in place of dequantising; `auto` measures at the start
+            of a run and does so where it is faster. Off by default until it has been seen on a card.
     """
 
     path: str = ""

@@ -37,8 +37,8 @@ class Watcher:
         """Stands around the run's previews, steps and results."""
         yield
 
-    def stepped(self, log: StepLog, total: int, losses: Sequence[float]) -> None:
-        """A step is done; `losses` are those of all steps so far."""
+    def stepped(self, logs: Sequence[StepLog], total: int, losses: Sequence[float]) -> None:
+        """Steps are done, one or as many as were read together; `losses` are those of all steps so far."""
 
     def previewed(self, step: int, path: Path) -> None:
         """A preview was written."""
@@ -69,12 +69,16 @@ class Terminal(Watcher):
                     self._bar.close()
                     self._bar = None
 
-    def stepped(self, log: StepLog, total: int, losses: Sequence[float]) -> None:
+    def stepped(self, logs: Sequence[StepLog], total: int, losses: Sequence[float]) -> None:
         if self._bar is None:
-            self._bar = tqdm(total=total, initial=log.step - 1, unit="step", dynamic_ncols=True, mininterval=0.5)
+            self._bar = tqdm(total=total, initial=logs[0].step - 1, unit="step", dynamic_ncols=True, mininterval=0.5)
+            # It begins when these steps did, or it would take them for done in no time.
+            taken = sum(log.seconds for log in logs)
+            self._bar.start_t -= taken
+            self._bar.last_print_t -= taken
         self._bar.set_postfix(loss=f"{recent(losses):.3f}", refresh=False)
-        self._bar.update()
-        if log.step == total:
+        self._bar.update(len(logs))
+        if logs[-1].step == total:
             self._bar.close()  # what is said afterwards stands below the bar
 
     def wish(self) -> str:

@@ -80,6 +80,13 @@ def test_a_kernel_that_is_missing_or_wrong_is_found_by_a_try(monkeypatch):
     assert "int8 matmuls give wrong numbers on cpu" in fault
 
 
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_the_try_needs_no_torchao(monkeypatch, format):
+    """ComfyUI's fp8 and int8 files are trained on without it."""
+    monkeypatch.setattr(type(FORMATS[format]), "row_quantizer", lambda self: 1 / 0)
+    assert probes.eight_bit_fault(format, "cpu") is None
+
+
 # --- choosing --------------------------------------------------------------------------------------------------------
 
 

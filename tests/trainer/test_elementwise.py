@@ -5,12 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from graft_lora.trainer import elementwise
+from graft_lora.trainer import elementwise, on_cpu
 from graft_lora.trainer.live_bytes import LiveBytes
 from torch import Tensor
 
 B, L, H, K = 2, 48, 3, 64
 EPS = 1e-5
+
+
+@pytest.fixture(autouse=True, params=["a CPU", "a card"])
+def _device(request, monkeypatch):
+    """Both ways of casting, which differ in what they read and write alone."""
+    monkeypatch.setattr(on_cpu, "is_cpus", lambda tensor: request.param == "a CPU")
 
 
 def norm(x, gain, shift=None, eps=EPS):
@@ -39,6 +45,10 @@ CASES = {
     "norm and modulation": (
         lambda x, gain, shift: elementwise.rms_normed(x, gain, shift, EPS),
         norm, [(B, L, K)], [(B, 1, K), (B, 1, K)], (3, 1), 1,
+    ),
+    "norm and modulation of every token": (
+        lambda x, gain, shift: elementwise.rms_normed(x, gain, shift, EPS),
+        norm, [(B, L, K)], [(B, L, K), (B, L, K)], (3, 1), 1,
     ),
     "gate": (elementwise.gated, lambda x, gate: x * gate.sigmoid(), [(B, L, K)] * 2, [], (0, 3), 2),
     "swiglu": (elementwise.swiglu, lambda gate, up: F.silu(gate) * up, [(B, L, K)] * 2, [], (0, 2), 2),
@@ -116,7 +126,8 @@ def test_the_arguments_alone_are_kept_and_few_tensors_alive(case):
         live.reset()
         start = live.now
         found = torch.autograd.grad(result, args, grad)
-        assert live.peak <= start + (2 * wide + narrow) * result.nbytes + sum(tensor.nbytes for tensor in args[1:])
+        summed = sum(tensor.nbytes for tensor in args if tensor.dtype == torch.float32)  # gradients of gain and shift
+        assert live.peak <= start + (2 * wide + narrow) * result.nbytes + summed
     assert len(found) == len(args)
 
 
@@ -130,13 +141,47 @@ def test_norm_and_rotation(monkeypatch, dtype, neighbours, compiling):
     x, grad = (torch.randn(B, L, H, K, generator=generator).to(dtype) for _ in range(2))
     gain, (cos, sin) = torch.randn(K, generator=generator), angles(generator)
     before = [tensor.clone() for tensor in (x, grad, gain, cos, sin)]
-    result = elementwise.rms_normed_and_rotated(x.requires_grad_(), gain, EPS, cos, sin, neighbours)
-    (found,) = torch.autograd.grad(result, x, grad)
+    leaves = x.requires_grad_(), gain.requires_grad_()
+    result = elementwise.rms_normed_and_rotated(*leaves, EPS, cos, sin, neighbours)
+    found = torch.autograd.grad(result, leaves, grad)
 
-    exact = x.detach().double().requires_grad_()
-    true = rotation(norm(exact, gain.double()), cos.double(), sin.double(), neighbours)
-    (wanted,) = torch.autograd.grad(true, exact, grad.double())
-    for one, other in ((result, true), (found, wanted)):
-        assert one.dtype == dtype
-        assert off(one, other) <= 1.01 * off(other.to(dtype), other) + 2e-7
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    true = rotation(norm(*exact), cos.double(), sin.double(), neighbours)
+    wanted = torch.autograd.grad(true, exact, grad.double())
+    for one, other in ((result, true), *zip(found, wanted, strict=True)):
+        assert one.dtype == (torch.float32 if one is found[1] else dtype)
+        assert off(one, other) <= 1.01 * off(other.to(one.dtype), other) + 3e-7
     assert all(map(torch.equal, (x, grad, gain, cos, sin), before))
+
+
+@pytest.mark.parametrize("neighbours", [False, True])
+@pytest.mark.parametrize("way", ["transposed", "a part of one tensor", "expanded"])
+def test_no_layout_of_input_or_gradient_matters(way, neighbours):
+    """SDPA's math kernel gives k's gradient transposed, and q, k and v may be parts of one Linear's output."""
+
+    def laid(tensor):
+        if way == "transposed":
+            return tensor.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
+        if way == "expanded":
+            return tensor[:, :1].expand_as(tensor)
+        return torch.stack([tensor, tensor], dim=2).unbind(2)[0]
+
+    generator = torch.Generator().manual_seed(1)
+    x, grad = (laid(torch.randn(B, L, H, K, generator=generator)) for _ in range(2))
+    gain, (cos, sin) = torch.randn(K, generator=generator), angles(generator)
+    found, wanted = [], []
+    for results, change in ((found, lambda tensor: tensor), (wanted, lambda tensor: tensor.contiguous())):
+        leaf = change(x).detach().requires_grad_()
+        for result in (
+            elementwise.rms_normed(leaf, gain, None, EPS),
+            elementwise.rms_normed_and_rotated(leaf, gain, EPS, cos, sin, neighbours),
+        ):
+            results += [result, *torch.autograd.grad(result, leaf, change(grad))]
+    assert not x.is_contiguous()
+    assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-5) for one, other in zip(found, wanted, strict=True))
+
+
+def test_tables_that_are_to_be_trained_are_refused():
+    cos, sin = angles(torch.Generator())
+    with pytest.raises(ValueError, match="tables of a rotation have no gradient"):
+        elementwise.rms_normed_and_rotated(torch.ones(B, L, H, K), torch.ones(K), EPS, cos.requires_grad_(), sin, True)

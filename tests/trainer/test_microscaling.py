@@ -11,8 +11,12 @@ import tiny
 import torch
 from graft_lora.trainer import adapters, eight_bit_choice, formats, microscaling, on_cpu, probes
 from graft_lora.trainer.adapters import LoraSettings
+from graft_lora.trainer.devices import read_device
+from graft_lora.trainer.families import FAMILIES
 from graft_lora.trainer.formats import FORMATS
+from graft_lora.trainer.live_bytes import LiveBytes
 from graft_lora.trainer.quantization import FrozenLinear, input_gradient, matmul
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
 from torchao.prototype.mx_formats.utils import from_blocked, to_blocked
@@ -196,26 +200,63 @@ def test_without_the_kernel_the_probe_says_so():
 # --- a step ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("used", "most"), [(False, 0.10), (True, 0.16)])
-def test_a_steps_gradient_against_that_in_bf16(tmp_path, family_name, blackwell, used, most):
-    """Of all weights together, on random ones."""
-    found = {}
-    for precision in ("bf16", "mxfp8"):
-        base = tiny.loaded(tmp_path, family_name, precision, "bf16")
-        tiny.adapt(base, LoraSettings(rank=4, alpha=4, targets="attention+mlp"))
-        generator = torch.Generator().manual_seed(0)
-        latents = torch.randn(1, *tiny.LATENTS[family_name], generator=generator)
-        text = torch.randn(1, 5, tiny.WIDTHS[family_name], generator=generator)
-        layers = eight_bit_choice.eligible(base.model, base.family)
-        assert bool(layers) == (precision == "mxfp8")
-        with adapters.active(base.model, "a", train=True), eight_bit_choice.computing(base, used):
-            base.model(latents, torch.tensor([0.5]), text, None).float().square().mean().backward()
-        found[precision] = torch.cat([p.grad.flatten() for p in adapters.parameters(base.model, "a")])
-    off = ((found["mxfp8"] - found["bf16"]).norm() / found["bf16"].norm()).item()
-    assert 0 < off < most
+def gradient(folder, name, precision, compute, used=False):
+    """Of all weights of an adapter together."""
+    base = tiny.loaded(folder, name, precision, compute)
+    tiny.adapt(base, LoraSettings(rank=4, alpha=4, targets="attention+mlp"))
+    with adapters.active(base.model, "a", train=True), eight_bit_choice.computing(base, used):
+        base.model(**tiny.inputs(name, tokens=24)).float().square().mean().backward()
+    return torch.cat([weight.grad.flatten() for weight in adapters.parameters(base.model, "a")])
+
+
+# Measured: weights alone 5.1 % (Krea 2) and 6.0 % (Ideogram 4), multiplied in 8 bits 6.5 % and 8.5 %, like fp8.
+def test_error_of_the_gradients_against_the_base_that_is_not_quantised(tmp_path, family_name, blackwell):
+    wanted = gradient(tmp_path, family_name, "fp32", "fp32")
+    stored, computed = (
+        ((gradient(tmp_path, family_name, "mxfp8", "bf16", used) - wanted).norm() / wanted.norm()).item()
+        for used in (False, True)
+    )
+    print(f"{family_name}: weights alone {stored:.2%}, multiplied in 8 bits {computed:.2%}")
+    assert stored < 0.08
+    assert stored < computed < min(0.105, 1.6 * stored)
+
+
+def test_without_its_products_mxfp8_says_that_it_is_idle(tmp_path):
+    base = tiny.loaded(tmp_path, "krea2", "mxfp8", "bf16")
+    used, note = eight_bit_choice.choose(base, False, 128, read_device("cpu"))
+    assert not used
+    assert note.startswith("mxfp8 is there for matmuls in 8 bits, which are off")
+
+
+def test_it_takes_no_more_memory_than_the_plan_counts_for_a_dequantised_weight(monkeypatch, family_name):
+    """At full size, by tensors without data: each Linear of a published block, forward and backward, at 1024²."""
+    monkeypatch.setattr(
+        torch, "_scaled_mm", lambda a, b, *scales, out_dtype: a.new_empty(len(a), b.shape[1], dtype=BF16)
+    )
+    family = FAMILIES[family_name]
+    with torch.device("meta"):
+        model = family.build(family.with_blocks(family.published, 1))
+    block = family.main_blocks(model)[0]
+    peaks = {False: 0, True: 0}
+    for rows, columns in {(m.out_features, m.in_features) for m in block.modules() if hasattr(m, "in_features")}:
+        for used in peaks:
+            with FakeTensorMode():
+                layer = FrozenLinear(columns, rows)
+                layout = FORMATS["mxfp8"].layout((rows, columns))
+                layer.restore({n: torch.empty(s, dtype=d) for n, (d, s) in layout.items()}, FORMATS["mxfp8"])
+                layer.eight_bit = used
+                for call, width in ((matmul, columns), (input_gradient, rows)):
+                    given = torch.empty(4608, width, dtype=BF16)
+                    with LiveBytes([given, *layer.buffers()]) as live:
+                        call(given, layer)
+                    peaks[used] = max(peaks[used], live.peak)
+    print(f"{family_name}: {peaks[True] / 2**20:.0f} MiB in 8 bits, dequantised {peaks[False] / 2**20:.0f} MiB")
+    assert peaks[True] <= 1.02 * peaks[False]  # the scales, one for 32 numbers, are what is more
 
 
 def test_a_part_is_cut_by_tiles():
+    with pytest.raises(ValueError, match=r"cut by tiles of 32 × 32 weights; got 48 × 64"):
+        FORMATS["mxfp8"].part({}, 48, 64)
     layer = FrozenLinear(96, 128).store(randn(128, 96), FORMATS["mxfp8"])
     part = eight_bit_choice._part(layer, 64, torch.device("cpu"))
     assert torch.equal(part.dequantized(torch.float32), layer.dequantized(torch.float32)[:64, :64])

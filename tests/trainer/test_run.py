@@ -353,6 +353,7 @@ def test_previews_measurements_and_saves_change_nothing_of_the_training(tmp_path
     [
         ("nan", "the loss became nan in step 5", 3),
         ("memory", "out of memory in step 5; the state before it is saved", 4),
+        ("other", "a driver's error", 3),
     ],
 )
 def test_a_run_whose_step_fails_goes_on_as_if_it_had_not(
@@ -367,14 +368,15 @@ def test_a_run_whose_step_fails_goes_on_as_if_it_had_not(
         loss = original(self, batch)
         if self.done == 4 and failure == "memory":
             raise torch.OutOfMemoryError("as on a full card")
+        if self.done == 4 and failure == "other":
+            raise RuntimeError("a driver's error")
         return loss * torch.nan if self.done == 4 else loss
 
     with monkeypatch.context() as patch:
         patch.setattr(TrainSession, "_loss", fails)
-        with pytest.raises(TrainingError, match=message):
+        with pytest.raises(RuntimeError if failure == "other" else TrainingError, match=message):
             start(settings)
-    if failure == "memory":
-        assert steps_logged(tmp_path / "out") == [1, 2, 3, 4]
+    assert steps_logged(tmp_path / "out") == [1, 2, 3, 4]
     result, said = start(settings, resume=True)
     assert f"continuing after step {continues}" in said
     assert steps_logged(result.folder) == list(range(1, 9))

@@ -38,9 +38,9 @@ class Notes(Watcher):
     def say(self, sentence):
         self.said.append(sentence)
 
-    def stepped(self, log, total, losses):
-        assert losses[log.step - 1] == log.loss
-        self.steps.append((log.step, total))
+    def stepped(self, logs, total, losses):
+        assert [log.loss for log in logs] == losses[logs[0].step - 1 :]
+        self.steps += [(log.step, total) for log in logs]
 
     def previewed(self, step, path):
         self.previews.append((step, path.name))

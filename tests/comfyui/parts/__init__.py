@@ -100,8 +100,8 @@ class TestStockModel:
         return (stock_model(state),)
 
 
-def stock_model(state):
-    """ComfyUI's own model of these weights, in fp32 on the CPU, in its own patcher."""
+def stock_model(state, dtype=torch.float32):
+    """ComfyUI's own model of these weights, in that dtype on the CPU, in its own patcher."""
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     family = next(family for family in FAMILIES.values() if family.marker in shapes)
     sizes = family.config(shapes)
@@ -120,10 +120,12 @@ def stock_model(state):
             "tdim": sizes.time_features,
         }  # fmt: skip
         config = comfy.supported_models.Krea2({})
-    config.unet_config = {**chosen, "dtype": torch.float32}
+    config.unet_config = {**chosen, "dtype": dtype}
     config.manual_cast_dtype = None
     model = config.get_model(state, device="cpu")
-    missing, unexpected = model.diffusion_model.load_state_dict({k: v.float() for k, v in state.items()}, strict=False)
+    missing, unexpected = model.diffusion_model.load_state_dict(
+        {k: v.to(dtype) for k, v in state.items()}, strict=False
+    )
     assert not missing, missing
     assert not unexpected, unexpected
     cpu = torch.device("cpu")
