@@ -23,6 +23,25 @@ def results():
     return found
 
 
+def test_the_readmes_step_of_comfyuis_node_is_the_results():
+    """How many times Graft's its FLOPs, seconds and peak are: the least and the most of both models and all ways."""
+    tables = [rows for (_, table), rows in results().items() if "TrainLoraNode" in table]
+    assert len(tables) == 2
+    ratios = {"GFLOP": [], "peak, MiB": [], "s/step": []}
+    for head, _, *rows in tables:
+        for theirs, ours in zip(rows[::2], rows[1::2], strict=True):
+            assert theirs[:2] == [ours[0], "TrainLoraNode"]
+            for column, found in ratios.items():
+                index = head.index(column)
+                found.append(float(theirs[index]) / float(ours[index]))
+    (flops, _), (least, most), (fast, slow) = ((min(found), max(found)) for found in ratios.values())
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Beside ComfyUI's own training node")[1]
+    words = (
+        f"{flops:.2f} times Graft's FLOPs, {fast:.2f} to {slow:.2f} times the time and {least:.1f} to {most:.1f} times"
+    )
+    assert words in " ".join(section.split())
+
+
 def test_the_readmes_step_is_the_results():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     section = readme.split("## Beside diffusers + PEFT")[1].split("\n## ")[0]

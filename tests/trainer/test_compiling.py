@@ -51,6 +51,26 @@ def step(base, bucket, how_many):
     return loss.detach(), gradients
 
 
+def kept(base):
+    """Bytes that a forward pass keeps for backward, weights excluded."""
+    weights = {t.untyped_storage()._cdata for t in (*base.model.parameters(), *base.model.buffers())}
+    found = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            found[storage._cdata] = storage
+        return tensor
+
+    with (
+        adapters.active(base.model, "a", train=True),
+        attention.training_backends(),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
+        base.model(**tiny.inputs(base.family.name, batch=1, tokens=64)).square().mean()
+    return sum(storage.nbytes() for storage in found.values())
+
+
 def flags():
     """Whatever a user may have set of dynamo and inductor, as far as it can be compared."""
     import torch._dynamo.config as dynamo
@@ -61,7 +81,8 @@ def flags():
 
 @pytest.fixture(scope="session")
 def measured(tmp_path_factory):
-    """By family: (loss, gradients) eager and compiled of each step, graphs compiled after each, and flags around."""
+    """By family: (loss, gradients) eager and compiled of each step, graphs compiled after each, flags around, and bytes
+    kept eager and compiled."""
     found = {}
     for name in tiny.NAMES:
         base = adapted(tmp_path_factory.mktemp(name), name)
@@ -73,9 +94,11 @@ def measured(tmp_path_factory):
                 for way, how_many in WAYS.items():
                     pairs[bucket, way] = [step(base, bucket, how_many)]
                 graphs.append(counters["stats"]["unique_graphs"])
+            limits = dict(counters["recompile_limit"])
+            made, compiled = len(compiler.made), kept(base)
         for (bucket, way), pair in pairs.items():
             pair.append(step(base, bucket, WAYS[way]))
-        found[name] = pairs, graphs, len(compiler.made), (before, flags()), dict(counters["recompile_limit"])
+        found[name] = pairs, graphs, made, (before, flags()), limits, (kept(base), compiled)
     return found
 
 
@@ -96,10 +119,18 @@ def test_loss_and_gradients_are_eager_s_up_to_the_order_of_sums(measured, family
 
 @needs_compiler
 def test_every_block_and_bucket_shares_one_compilation_of_each_piece(measured, family_name):
-    _, graphs, made, _, _ = measured[family_name]
+    _, graphs, made, *_ = measured[family_name]
     assert graphs == [made] * len(BUCKETS)
     # Norm, q's and k's rotation, SwiGLU, residuals, and Krea 2's gate; a kind of arguments each.
     assert 4 <= made <= 10
+
+
+@needs_compiler
+def test_what_is_compiled_keeps_hardly_more_than_eager(measured, family_name):
+    """The memory plan counts eager steps."""
+    eager, compiled = measured[family_name][5]
+    print(f"{family_name}: {compiled / eager:.3f} of eager's bytes")
+    assert compiled <= 1.02 * eager
 
 
 @needs_compiler
