@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ..lora_convert import atomic_file
 from . import compiling, eight_bit, optimizers
-from .elementwise import swiglu
+from .elementwise import rms_normed
 from .errors import first_line
 from .formats import NF4, format_of
+from .pointwise import pointwise
 from .quantization import FrozenLinear, input_gradient, matmul
 
 # Of the whole tensor, |found - wanted| / |wanted|. nf4, the coarsest, is at about 0.1 on evenly spread values; a stub
@@ -110,11 +111,13 @@ def compile_fault(device: torch.device | str) -> str | None:
     mend = "install what is missing, or set [train] compile = false"
     try:
         with torch.inference_mode(False), torch.enable_grad(), compiling.compiled() as compiler:
-            gate, up = (torch.linspace(low, 2, 64, device=device).view(1, 4, 16).requires_grad_() for low in (-2, 1))
-            # Recomputed, so that it also runs in the thread that a card's backward pass has.
-            found = checkpoint(swiglu, gate, up, use_reentrant=False)
-            wanted = torch.nn.functional.silu(gate) * up
-            gradients = [torch.autograd.grad(made.sum(), (gate, up)) for made in (found, wanted)]
+            x, shift = (torch.linspace(low, 2, 64, device=device).view(1, 4, 16).requires_grad_() for low in (-2, 1))
+            gain = torch.linspace(1, 2, 16, device=device)
+            # Recomputed, so that it also runs in the thread that a card's backward pass has. Of all pieces a norm asks
+            # the most of a compiler.
+            found = checkpoint(pointwise(rms_normed), x, gain, shift, 1e-5, use_reentrant=False)
+            wanted = torch.nn.functional.rms_norm(x, (16,), gain, 1e-5) + shift
+            gradients = [torch.autograd.grad(made.square().sum(), (x, shift)) for made in (found, wanted)]
             error = max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True))
     except Exception as fault:  # the compiler's errors have no common kind
         return (
