@@ -251,15 +251,15 @@ def test_a_run_called_train_works(tmp_path, pictures):
 
 
 def test_ctrl_c_finishes_the_step_and_keeps_the_result(tmp_path, pictures, monkeypatch, capsys):
-    original = TrainSession.step
+    original = TrainSession.advance
 
-    def step(self):
-        log = original(self)
-        if log.step == 2:
+    def advance(self, read):
+        logs = original(self, read)
+        if self.done == 2:
             signal.raise_signal(signal.SIGINT)
-        return log
+        return logs
 
-    monkeypatch.setattr(TrainSession, "step", step)
+    monkeypatch.setattr(TrainSession, "advance", advance)
     before = signal.getsignal(signal.SIGINT)
     assert main(["train", "--config", str(config(tmp_path, train__steps=5))]) == 0
     assert signal.getsignal(signal.SIGINT) is before
