@@ -10,14 +10,14 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import sides
 import tiny
 import torch
-from graft_lora.trainer.base_model import load_base
+from graft_lora.trainer import adapters
+from graft_lora.trainer.base_model import Base, load_base
 from graft_lora.trainer.families import FAMILIES
 from graft_lora.trainer.live_bytes import LiveBytes, tensors_of
 from graft_lora.trainer.loop import TrainSession
@@ -26,81 +26,124 @@ from graft_lora.trainer.samples import Sample
 from graft_lora.trainer.settings import TrainSettings
 from measure import GFLOP, LATENTS, MIB, RANK, SIZES, TEXT, Flops
 
+HOW = """\
+One picture with its caption, bf16, eager. FLOPs and bytes are counted in real steps: those of the node's forward and
+backward pass, and of Graft's whole step, above what was alive before. Seconds are medians of whole steps, of runs that
+take turns; each run's first step does not count."""
 HEAD = (
     "| checkpointing | side | GFLOP | peak, MiB | s/step |",
     "|---|---|---|---|---|",
 )
-DEPTHS = {"off": None, "on, the default": 1, "on, by blocks": 2}
 NODE = {"training_dtype": "bf16", "lora_dtype": "bf16", "rank": RANK, "learning_rate": 1e-4}
 LORA = LoraSettings(rank=RANK, alpha=RANK, targets="all")
+RUNS = 2  # of each side
 
 
-class Found(NamedTuple):
-    """Of one side: exact counts of a step, the bytes without the weights, and the median of its seconds."""
+class Side(NamedTuple):
+    """A way to train.
 
-    gflop: float
-    peak: float
-    seconds: float
+    Attributes:
+        checkpointing: as the table has it.
+        depth: of the node's checkpointing, 0 for none; None for Graft.
+    """
 
-    def line(self, what: str) -> str:
-        return f"| {what} | {self.gflop:.0f} | {self.peak:.0f} | {self.seconds:.2f} |"
+    checkpointing: str
+    depth: int | None
+
+
+SIDES = (Side("off", 0), Side("off", None), Side("on, the default", 1), Side("on, by blocks", 2), Side("on", None))
 
 
 def lines(name: str, rounds: int, version: str) -> list[str]:
-    """The table for a family, in bf16; ComfyUI, whose version that is, can be imported."""
+    """The table for a family; ComfyUI, whose version that is, can be imported."""
     family = FAMILIES[name]
     generator = torch.Generator().manual_seed(1)
     text = torch.randn(TEXT, family.conditioning_width(SIZES[name]), generator=generator)
     samples = [Sample("a", "", torch.randn(LATENTS[name], generator=generator), text)]
     with tempfile.TemporaryDirectory() as folder:
         path = tiny.write(tiny.build(name, config=SIZES[name]), Path(folder) / f"{name}.safetensors", torch.bfloat16)
-        stock = sides.Stock(name, path)
-        base = load_base(path, "bf16", "bf16")
-        found = [f"### {family.title}: beside ComfyUI {version}'s TrainLoraNode, every layer trained, eager", "", *HEAD]
-        for way, depth in DEPTHS.items():
-            how = {"gradient_checkpointing": depth is not None, "checkpoint_depth": depth or 1}
-            train = TrainSettings(steps=rounds + 2, checkpointing=depth is not None)
-            session = TrainSession(base, samples, LORA, train, f"depth_{depth}")
-            found.append(_of_node(stock, samples, rounds, how).line(f"{way} | TrainLoraNode"))
-            found.append(_of_graft(session, rounds).line(f"{way} | Graft"))
+        bench = Bench(sides.Stock(name, path), load_base(path, "bf16", "bf16"), samples)
+        seconds: dict[Side, list[float]] = {side: [] for side in SIDES}
+        for _ in range(RUNS):
+            for side, taken in seconds.items():
+                taken += bench.seconds(side, rounds)
+        found = [
+            f"### {family.title}: beside ComfyUI {version}'s TrainLoraNode, every layer trained",
+            "",
+            HOW,
+            "",
+            *HEAD,
+        ]
+        for side, taken in seconds.items():
+            gflop, peak = bench.counts(side)
+            who = "Graft" if side.depth is None else "TrainLoraNode"
+            found.append(
+                f"| {side.checkpointing} | {who} | {gflop:.0f} | {peak:.0f} | {statistics.median(taken):.2f} |"
+            )
     return found
 
 
-def _of_node(stock: sides.Stock, samples: list[Sample], rounds: int, how: dict[str, Any]) -> Found:
-    from comfy_extras.nodes_train import TrainSampler
+class Bench(NamedTuple):
+    """Both sides on the same weights and picture."""
 
-    starts: list[float] = []
-    with sides.watched(TrainSampler, "fwd_bwd", lambda *_, **__: starts.append(time.perf_counter())):
-        stock.train(samples, steps=rounds + 2, **NODE, **how)
-    # The first one makes what the others find.
-    taken = [later - sooner for sooner, later in itertools.pairwise(starts[1:])]
-    counts: list[tuple[float, float]] = []
-    with LiveBytes(elsewhere=tensors_of(stock.model.model)) as live, Flops() as flops:
+    stock: sides.Stock
+    base: Base
+    samples: list[Sample]
 
-        def before(*_: Any, **__: Any) -> None:
-            live.reset()
-            counts.append((live.now, flops.total))
+    def session(self, side: Side, steps: int) -> TrainSession:
+        train = TrainSettings(steps=steps, checkpointing=side.checkpointing != "off")
+        return TrainSession(self.base, self.samples, LORA, train, adapters.unused_name(self.base.model, "node"))
 
-        def after(*_: Any, **__: Any) -> None:
-            counts.append((live.peak, flops.total))
+    def node(self, side: Side, steps: int) -> None:
+        """A run of the node."""
+        how = {"gradient_checkpointing": bool(side.depth), "checkpoint_depth": side.depth or 1}
+        self.stock.train(self.samples, steps=steps, **NODE, **how)
 
-        with sides.watched(TrainSampler, "fwd_bwd", before, after):
-            stock.train(samples, steps=1, **NODE, **how)
-    (alive, none), (peak, total) = counts
-    return Found((total - none) / GFLOP, (peak - alive) / MIB, statistics.median(taken))
+    def seconds(self, side: Side, rounds: int) -> list[float]:
+        """Of each step of a run but the first."""
+        if side.depth is None:
+            session = self.session(side, rounds + 1)
+            with session:
+                marks = [time.perf_counter() for _ in session.steps()]
+            adapters.remove(self.base.model, session.name)
+        else:
+            from comfy_extras.nodes_train import TrainSampler
 
+            marks = []
+            with sides.watched(TrainSampler, "fwd_bwd", lambda *_, **__: marks.append(time.perf_counter())):
+                self.node(side, rounds + 2)
+            marks = marks[1:]
+        return [later - sooner for sooner, later in itertools.pairwise(marks)]
 
-def _of_graft(session: TrainSession, rounds: int) -> Found:
-    with session:
-        session.step()
-        taken = [_seconds(session.step) for _ in range(rounds)]
-        with LiveBytes(elsewhere=tensors_of(session.base.model)) as live, Flops() as flops:
-            start = live.now
+    def counts(self, side: Side) -> tuple[float, float]:
+        """GFLOP of a step, and the MiB at its peak."""
+        return self._of_graft(side) if side.depth is None else self._of_node(side)
+
+    def _of_graft(self, side: Side) -> tuple[float, float]:
+        session = self.session(side, 2)
+        with session:
             session.step()
-    return Found(flops.total / GFLOP, (live.peak - start) / MIB, statistics.median(taken))
+            with LiveBytes(elsewhere=tensors_of(self.base.model)) as live, Flops() as flops:
+                start = live.now
+                session.step()
+        adapters.remove(self.base.model, session.name)
+        return flops.total / GFLOP, (live.peak - start) / MIB
 
+    def _of_node(self, side: Side) -> tuple[float, float]:
+        from comfy_extras.nodes_train import TrainSampler
 
-def _seconds(step: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    step()
-    return time.perf_counter() - started
+        counts: list[tuple[float, float]] = []
+        # The node trains a copy of the model that it loads meanwhile: its weights are alive before the step.
+        with LiveBytes() as live, Flops() as flops:
+
+            def before(*_: Any, **__: Any) -> None:
+                live.reset()
+                counts.append((live.now, flops.total))
+
+            def after(*_: Any, **__: Any) -> None:
+                counts.append((live.peak, flops.total))
+
+            with sides.watched(TrainSampler, "fwd_bwd", before, after):
+                self.node(side, 1)
+        (alive, none), (peak, total) = counts
+        return (total - none) / GFLOP, (peak - alive) / MIB

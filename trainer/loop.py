@@ -232,8 +232,9 @@ class TrainSession:
         Raises:
             NotFiniteError: a loss or gradient among them.
         """
-        unread, self._unread = self._unread, []
-        return self._logs(self._waited(unread))
+        logs = self._logs(self._waited(self._unread), len(self._unread))
+        self._unread = []
+        return logs
 
     def _waited(self, steps: list[_Unread]) -> list[tuple[_Unread, list[float]]]:
         """The steps with their values, which are all finite."""
@@ -245,13 +246,14 @@ class TrainSession:
                 step.check(values)
             except NotFiniteError as error:
                 self._unread = []
-                error.logs = tuple(self._logs(waited))
+                error.logs = tuple(self._logs(waited, len(steps)))
                 raise
             waited.append((step, values))
         return waited
 
-    def _logs(self, waited: list[tuple[_Unread, list[float]]]) -> list[StepLog]:
-        seconds = (time.perf_counter() - self._since) / max(1, len(waited))
+    def _logs(self, waited: list[tuple[_Unread, list[float]]], steps: int) -> list[StepLog]:
+        """Steps that were waited for, of so many since the clock began."""
+        seconds = (time.perf_counter() - self._since) / max(1, steps)
         return [StepLog(step.step, sum(losses), step.rate, norm, seconds) for step, (*losses, norm) in waited]
 
     def _step(self, read: bool) -> list[StepLog]:
@@ -282,7 +284,7 @@ class TrainSession:
             self.average.update()
         self.done += 1
         self._unread = [] if read else steps
-        return self._logs(waited)
+        return self._logs(waited, len(waited))
 
     def _place(self) -> Place:
         """Where the generator and the stream stand, less what was drawn ahead."""

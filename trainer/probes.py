@@ -118,7 +118,7 @@ def compile_fault(device: torch.device | str) -> str | None:
             found = checkpoint(pointwise(rms_normed), x, gain, shift, 1e-5, use_reentrant=False)
             wanted = torch.nn.functional.rms_norm(x, (16,), gain, 1e-5) + shift
             gradients = [torch.autograd.grad(made.square().sum(), (x, shift)) for made in (found, wanted)]
-            error = max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True))
+            error = max(((a - b).norm() / b.norm()).item() for a, b in zip(*gradients, strict=True))
     except Exception as fault:  # the compiler's errors have no common kind
         return (
             f"compile needs {needs} that works with torch {torch.__version__} on {device} ({first_line(fault)}); {mend}"

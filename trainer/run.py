@@ -360,15 +360,17 @@ class Run:
                     entries = session.advance(read=self._is_read(session.done + 1, steps))
                 except torch.OutOfMemoryError:
                     full = True
-                except BaseException as error:
+                except NotFiniteError as error:
+                    self._log(log, error.logs, steps, losses)
+                    raise
+                except BaseException:
                     # Whatever it is, the steps before it are logged: they may tell why.
                     with suppress(Exception):
-                        known = error.logs if isinstance(error, NotFiniteError) else session.read()
-                        self._log(log, known, steps, losses)
+                        self._log_unread(log, steps, losses)
                     raise
                 if full:
                     # Only here, where the error is gone and with it the tensors of the step, is there room again.
-                    self._log(log, session.read(), steps, losses)
+                    self._log_unread(log, steps, losses)
                     self._save_state()
                     raise TrainingError(
                         f"out of memory in step {session.done + 1}; the state before it is saved: resume with "
@@ -383,7 +385,7 @@ class Run:
                         self._save_state()
                     raise
                 wish = self.watcher.wish()
-            self._log(log, session.read(), steps, losses)
+            self._log_unread(log, steps, losses)
             self._save_state()
         if session.done == steps:
             return ""
@@ -399,6 +401,15 @@ class Run:
         log.flush()
         losses += [entry.loss for entry in entries]
         self.watcher.stepped(entries, steps, losses)
+
+    def _log_unread(self, log: IO[str], steps: int, losses: list[float]) -> None:
+        """Reads what was not read, and logs it up to a step that is not finite, which is an error."""
+        try:
+            entries: Sequence[StepLog] = self.session.read()
+        except NotFiniteError as error:
+            self._log(log, error.logs, steps, losses)
+            raise
+        self._log(log, entries, steps, losses)
 
     def _is_read(self, step: int, steps: int) -> bool:
         """Whether a step's loss is waited for: at the interval, and wherever the adapter is used or saved."""

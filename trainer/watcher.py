@@ -72,10 +72,11 @@ class Terminal(Watcher):
     def stepped(self, logs: Sequence[StepLog], total: int, losses: Sequence[float]) -> None:
         if self._bar is None:
             self._bar = tqdm(total=total, initial=logs[0].step - 1, unit="step", dynamic_ncols=True, mininterval=0.5)
-            # It begins when these steps did, or it would take them for done in no time.
-            taken = sum(log.seconds for log in logs)
-            self._bar.start_t -= taken
-            self._bar.last_print_t -= taken
+            if not self._bar.disable:  # as TQDM_DISABLE says, and then it has no clock
+                # It begins when these steps did, or it would take them for done in no time.
+                taken = sum(log.seconds for log in logs)
+                self._bar.start_t -= taken
+                self._bar.last_print_t -= taken
         self._bar.set_postfix(loss=f"{recent(losses):.3f}", refresh=False)
         self._bar.update(len(logs))
         if logs[-1].step == total:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -17,10 +18,11 @@ from graft_lora.examples.demo import draw_folder
 from graft_lora.examples.demo_parts import base_path, encoders
 from graft_lora.lora_convert import read_state, write_state
 from graft_lora.trainer import run as run_module
+from graft_lora.trainer import watcher
 from graft_lora.trainer.adapters import LoraSettings
 from graft_lora.trainer.errors import DatasetError, SettingsError, TrainingError, WrongModelError
 from graft_lora.trainer.families import FAMILIES
-from graft_lora.trainer.loop import TrainSession
+from graft_lora.trainer.loop import StepLog, TrainSession
 from graft_lora.trainer.run import run, split
 from graft_lora.trainer.settings import (
     DatasetSettings,
@@ -381,6 +383,43 @@ def test_a_run_whose_step_fails_goes_on_as_if_it_had_not(
     assert f"continuing after step {continues}" in said
     assert steps_logged(result.folder) == list(range(1, 9))
     assert_same_lora(whole.folder, result.folder)
+
+
+@pytest.mark.parametrize("ends", ["stop", "memory", "other"])
+def test_a_loss_that_is_not_finite_and_was_not_read_is_found_however_the_run_ends(
+    tmp_path, pictures, monkeypatch, ends
+):
+    """What was logged before it is kept; the state after it is not."""
+    settings = settings_of(tmp_path, train_log_every=8, train_save_every=0, train_held_out_every=0)
+    settings = dataclasses.replace(settings, preview=PreviewSettings())
+    original = TrainSession._loss
+
+    def fails(self, drawn):
+        if self.done == 4 and ends == "memory":
+            raise torch.OutOfMemoryError("as on a full card")
+        if self.done == 4 and ends == "other":
+            raise RuntimeError("a driver's error")
+        return original(self, drawn) * (torch.nan if self.done == 2 else 1)
+
+    monkeypatch.setattr(TrainSession, "_loss", fails)
+    if ends == "stop":
+        interrupted_after(monkeypatch, 4)
+    # Of two faults the driver's is told.
+    kind, words = (RuntimeError, "driver") if ends == "other" else (TrainingError, "the loss became nan in step 3")
+    with pytest.raises(kind, match=words):
+        start(settings)
+    assert steps_logged(tmp_path / "out") == [1, 2]
+    assert torch.load(tmp_path / "out" / "state" / "state.pt")["session"]["done"] == 0
+    assert not (tmp_path / "out" / "zorb.safetensors").exists()
+
+
+def test_a_bar_that_is_switched_off_has_no_clock(monkeypatch):
+    """As TQDM_DISABLE does."""
+    monkeypatch.setattr(watcher, "tqdm", functools.partial(watcher.tqdm, disable=True))
+    bar = Terminal(print)
+    with bar.watching():
+        for step in (1, 2):
+            bar.stepped([StepLog(step, 0.5, 1e-4, 0.1, 1.0)], 2, step * [0.5])
 
 
 def test_held_out_samples_are_not_trained_on(tmp_path):
