@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import sides
 import tiny
@@ -19,12 +19,11 @@ import torch
 from graft_lora.trainer import adapters
 from graft_lora.trainer.base_model import Base, load_base
 from graft_lora.trainer.families import FAMILIES
-from graft_lora.trainer.live_bytes import LiveBytes, tensors_of
 from graft_lora.trainer.loop import TrainSession
 from graft_lora.trainer.lora_settings import LoraSettings
 from graft_lora.trainer.samples import Sample
 from graft_lora.trainer.settings import TrainSettings
-from measure import GFLOP, LATENTS, MIB, RANK, SIZES, TEXT, Flops
+from measure import LATENTS, RANK, SIZES, TEXT
 
 HOW = """\
 One picture with its caption, bf16, eager. FLOPs and bytes are counted in real steps: those of the node's forward and
@@ -75,7 +74,7 @@ def lines(name: str, rounds: int, version: str) -> list[str]:
             *HEAD,
         ]
         for side, taken in seconds.items():
-            gflop, peak = bench.counts(side)
+            gflop, peak = bench.step(side)
             who = "Graft" if side.depth is None else "TrainLoraNode"
             found.append(
                 f"| {side.checkpointing} | {who} | {gflop:.0f} | {peak:.0f} | {statistics.median(taken):.2f} |"
@@ -115,35 +114,11 @@ class Bench(NamedTuple):
             marks = marks[1:]
         return [later - sooner for sooner, later in itertools.pairwise(marks)]
 
-    def counts(self, side: Side) -> tuple[float, float]:
-        """GFLOP of a step, and the MiB at its peak."""
-        return self._of_graft(side) if side.depth is None else self._of_node(side)
-
-    def _of_graft(self, side: Side) -> tuple[float, float]:
+    def step(self, side: Side) -> sides.Step:
+        """What a step takes."""
+        if side.depth is not None:
+            return sides.step_of_node(lambda: self.node(side, 1))
         session = self.session(side, 2)
-        with session:
-            session.step()
-            with LiveBytes(elsewhere=tensors_of(self.base.model)) as live, Flops() as flops:
-                start = live.now
-                session.step()
+        found = sides.step_of_graft(session)
         adapters.remove(self.base.model, session.name)
-        return flops.total / GFLOP, (live.peak - start) / MIB
-
-    def _of_node(self, side: Side) -> tuple[float, float]:
-        from comfy_extras.nodes_train import TrainSampler
-
-        counts: list[tuple[float, float]] = []
-        # The node trains a copy of the model that it loads meanwhile: its weights are alive before the step.
-        with LiveBytes() as live, Flops() as flops:
-
-            def before(*_: Any, **__: Any) -> None:
-                live.reset()
-                counts.append((live.now, flops.total))
-
-            def after(*_: Any, **__: Any) -> None:
-                counts.append((live.peak, flops.total))
-
-            with sides.watched(TrainSampler, "fwd_bwd", before, after):
-                self.node(side, 1)
-        (alive, none), (peak, total) = counts
-        return (total - none) / GFLOP, (peak - alive) / MIB
+        return found

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -25,9 +25,11 @@ from graft_lora.trainer import adapters
 from graft_lora.trainer.adapters import LoraSettings
 from graft_lora.trainer.base_model import load_base
 from graft_lora.trainer.families import FAMILIES
+from graft_lora.trainer.live_bytes import LiveBytes, tensors_of
 from graft_lora.trainer.loop import TrainSession
 from graft_lora.trainer.samples import Sample
 from graft_lora.trainer.settings import TrainSettings
+from measure import GFLOP, MIB, Flops
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -192,6 +194,43 @@ def watched(owner: Any, name: str, before: Callable[..., None] | None = None, af
 
     with patch.object(owner, name, call):
         yield
+
+
+class Step(NamedTuple):
+    """What one step takes: GFLOP, and MiB at its peak above what was alive before."""
+
+    gflop: float
+    peak: float
+
+
+def step_of_node(run: Callable[[], object]) -> Step:
+    """Of the node's forward and backward pass, in a run of one step.
+
+    The node trains a copy of the model that it loads meanwhile: its weights are alive before.
+    """
+    from comfy_extras.nodes_train import TrainSampler
+
+    counts: list[tuple[float, int]] = []
+    with LiveBytes() as live, Flops() as flops:
+
+        def before(*_: Any, **__: Any) -> None:
+            live.reset()
+            counts.append((flops.total, live.now))
+
+        with watched(TrainSampler, "fwd_bwd", before, lambda *_, **__: counts.append((flops.total, live.peak))):
+            run()
+    (none, alive), (total, peak) = counts
+    return Step((total - none) / GFLOP, (peak - alive) / MIB)
+
+
+def step_of_graft(session: TrainSession) -> Step:
+    """Of the second step of a new session, the weights not counted."""
+    with session, LiveBytes(elsewhere=tensors_of(session.base.model)) as live, Flops() as flops:
+        session.step()
+        live.reset()
+        none, alive = flops.total, live.now
+        session.step()
+    return Step((flops.total - none) / GFLOP, (live.peak - alive) / MIB)
 
 
 def change(lora: State) -> State:

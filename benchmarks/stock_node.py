@@ -30,7 +30,6 @@ from graft_lora.trainer import loop
 from graft_lora.trainer.checkpoints import read_shapes
 from graft_lora.trainer.errors import SettingsError
 from graft_lora.trainer.families import FAMILIES
-from graft_lora.trainer.live_bytes import LiveBytes, tensors_of
 from graft_lora.trainer.objective import DISTRIBUTIONS, sigma_quantiles
 from graft_lora.trainer.plots import loss_plot
 from graft_lora.trainer.preflight import check
@@ -42,7 +41,6 @@ from sides import Graft, State, Stock, change, difference, pictures, size, watch
 
 Cells = tuple[str, str, str]  # what was tried, what TrainLoraNode did, what Graft did
 HEAD = ("", "", "ComfyUI's TrainLoraNode", "Graft")
-MIB = 2**20
 STILL = 1e-7  # the lowest learning rate that TrainLoraNode takes
 
 
@@ -125,38 +123,16 @@ def resolutions(bench: Bench) -> Cells:
 
 
 def checkpointing(bench: Bench) -> Cells:
-    """Bytes alive at the peak of a step, above those before it.
-
-    The node trains a copy of the model that it loads meanwhile, so that its weights are known before the step; Graft's
-    are not counted.
-    """
-    from comfy_extras.nodes_train import TrainSampler
-
+    """Bytes alive at the peak of a step, above those before it."""
     samples = sides.noise_pictures("krea2", 96)
 
     def theirs(on: bool, depth: int = 1) -> float:
-        found = []
-        with LiveBytes() as live:
-
-            def before(*_: Any, **__: Any) -> None:
-                live.reset()
-                found.append(live.now)
-
-            with watched(TrainSampler, "fwd_bwd", before, lambda *_, **__: found.append(live.peak)):
-                bench.stock.train(samples, steps=1, gradient_checkpointing=on, checkpoint_depth=depth)
-        return (found[1] - found[0]) / MIB
+        how = {"gradient_checkpointing": on, "checkpoint_depth": depth}
+        return sides.step_of_node(lambda: bench.stock.train(samples, steps=1, **how)).peak
 
     def ours(on: bool) -> float:
-        with (
-            torch.inference_mode(),
-            bench.graft.session(samples, checkpointing=on) as session,
-            LiveBytes(elsewhere=tensors_of(session.base.model)) as live,
-        ):
-            session.step()
-            live.reset()
-            start = live.now
-            session.step()
-        return (live.peak - start) / MIB
+        with torch.inference_mode():
+            return sides.step_of_graft(bench.graft.session(samples, checkpointing=on)).peak
 
     return (
         "Memory of a step with checkpointing, one picture of 768²",

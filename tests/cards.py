@@ -1,4 +1,4 @@
-"""Cards that are not there: what torch would say of them."""
+"""Cards that are not there: what torch would say of them, and a product that they alone have."""
 
 from __future__ import annotations
 
@@ -41,3 +41,20 @@ def insert(monkeypatch, card: Card | None, total: int = 24 * GIB, free: int = 22
     if card is not None:
         properties = SimpleNamespace(name=card.name, major=card.capability[0], minor=card.capability[1])
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+
+
+def block_scaled_mm(a, b, scale_a, scale_b, out_dtype=None):
+    """`torch._scaled_mm` with a scale for 32 numbers, which Blackwell alone has.
+
+    It does what cuBLAS's documentation says of the operands, and reads their scales with torchao's own function: what
+    is handed over must be right for it.
+    """
+    from torchao.prototype.mx_formats.mx_tensor import to_dtype
+    from torchao.prototype.mx_formats.utils import from_blocked
+
+    def dequantised(data, scale):
+        bits = from_blocked(scale.view(torch.uint8), len(data), data.shape[1] // 32)
+        scales = bits.contiguous().view(torch.float8_e8m0fnu)
+        return to_dtype(data, scales, torch.float8_e4m3fn, 32, torch.float32)
+
+    return (dequantised(a, scale_a) @ dequantised(b.T.contiguous(), scale_b).T).to(out_dtype)

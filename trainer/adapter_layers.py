@@ -209,10 +209,9 @@ class LoraLinear(PeftLinear):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         name = None if args or kwargs else self._plain()
         if name is not None:
-            factors = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
+            down, up, scale = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
             if torch.is_grad_enabled():
-                return _LoraMatmul.apply(x, self, *factors)
-            down, up, scale = factors
+                return _LoraMatmul.apply(x, self, down, up, scale)
             return _add_change(self.base_layer(x), _low(x, down), up, scale)
         base = result = self.base_layer(x, *args, **kwargs)
         if self.disable_adapters:

@@ -15,6 +15,7 @@ Shape suffixes: M tokens, I inputs, O outputs; K the summed dimension, N that of
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -44,21 +45,35 @@ def cuda_fault(a_MK: Tensor, b_KN: Tensor, scale_M1: Tensor, scale_1N: Tensor, o
     """
     if a_MK.dtype != b_KN.dtype or a_MK.dtype not in LARGEST:
         return f"the operands are {a_MK.dtype} and {b_KN.dtype}, wanted both in int8 or both in float8_e4m3fn"
+    wanted = f"more than {FEW_ROWS} rows, and multiples of {MULTIPLE} for the others"
+    if fault := operands_fault(a_MK, b_KN, fits, wanted):
+        return fault
+    for scale, shape in ((scale_M1, (len(a_MK), 1)), (scale_1N, (1, b_KN.shape[1]))):
+        if scale.dtype != torch.float32 or scale.shape != shape or not scale.is_contiguous():
+            return f"a scale is {scale.dtype} {tuple(scale.shape)}, wanted fp32 {shape} in one piece"
+    if a_MK.dtype == FP8 and out_dtype != torch.bfloat16:
+        return f"the result is {out_dtype}; with a scale per row CUDA's fp8 product gives bf16 alone"
+    return None
+
+
+def operands_fault(a_MK: Tensor, b_KN: Tensor, fit: Callable[[int, int, int], bool], wanted: str) -> str | None:
+    """Why no 8-bit kernel of CUDA takes these operands, of whatever dtype, by their shapes and strides.
+
+    Args:
+        a_MK: of any shape.
+        b_KN: likewise.
+        fit: whether M, K and N do.
+        wanted: of M, K and N.
+    """
     if a_MK.ndim != 2 or b_KN.ndim != 2 or a_MK.shape[1] != b_KN.shape[0]:
         return f"{tuple(a_MK.shape)} and {tuple(b_KN.shape)} are no matrices that can be multiplied"
     (rows, summed), columns = a_MK.shape, b_KN.shape[1]
-    if not fits(rows, summed, columns):
-        wanted = f"more than {FEW_ROWS} rows, and multiples of {MULTIPLE} for the others"
+    if not fit(rows, summed, columns):
         return f"the product is {rows} × {summed} × {columns}, wanted {wanted}"
     if a_MK.stride() != (summed, 1):
         return f"the first operand has strides {a_MK.stride()}, wanted row after row, {(summed, 1)}"
     if b_KN.stride() != (1, summed):
         return f"the second operand has strides {b_KN.stride()}, wanted column after column, {(1, summed)}"
-    for scale, shape in ((scale_M1, (rows, 1)), (scale_1N, (1, columns))):
-        if scale.dtype != torch.float32 or scale.shape != shape or not scale.is_contiguous():
-            return f"a scale is {scale.dtype} {tuple(scale.shape)}, wanted fp32 {shape} in one piece"
-    if a_MK.dtype == FP8 and out_dtype != torch.bfloat16:
-        return f"the result is {out_dtype}; with a scale per row CUDA's fp8 product gives bf16 alone"
     return None
 
 
@@ -78,9 +93,13 @@ def forward(x_MI: Tensor, data_OI: Tensor, scale_O1: Tensor) -> Tensor:
 
 def input_gradient(grad_MO: Tensor, data_OI: Tensor, scale_O1: Tensor) -> Tensor:
     """grad @ (scale · data), (M, I) in grad's dtype; arguments and errors are as for `forward`."""
+    return _product(grad_MO, turned(data_OI).T, None, scale_O1.T)
+
+
+def turned(data_OI: Tensor) -> Tensor:
+    """A copy (I, O), row after row."""
     # As integers, whose copy every device can make.
-    turned_IO = data_OI.view(INT8).T.contiguous().view(data_OI.dtype)
-    return _product(grad_MO, turned_IO.T, None, scale_O1.T)
+    return data_OI.view(INT8).T.contiguous().view(data_OI.dtype)
 
 
 def quantize_rows(x_MK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -95,14 +114,18 @@ def quantize_rows(x_MK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return rounded_MK.to(dtype, memory_format=torch.contiguous_format), scale_M1
 
 
+def in_parts(x_MK: Tensor, widest: int, chunk: int) -> tuple[Tensor, ...]:
+    """x cut by rows into parts of at most `chunk` numbers, `widest` in a row; none has too few rows for a product."""
+    rows = len(x_MK)
+    return x_MK.tensor_split(max(1, min(math.ceil(rows * widest / chunk), rows // (FEW_ROWS + 1))))
+
+
 def _product(x_MK: Tensor, b_KN: Tensor, scale_1N: Tensor | None, input_scale_1K: Tensor | None = None) -> Tensor:
     """(x · input scale) @ b · scale, (M, N) in x's dtype; without a scale it is 1."""
     rows, columns = len(x_MK), b_KN.shape[1]
-    # Never so many parts that one has too few rows.
-    parts = max(1, min(math.ceil(rows * max(x_MK.shape[1], columns) / CHUNK), rows // (FEW_ROWS + 1)))
     ones_1N = torch.ones(1, columns, device=x_MK.device) if scale_1N is None else scale_1N
 
-    split = x_MK.tensor_split(parts)
+    split = in_parts(x_MK, max(x_MK.shape[1], columns), CHUNK)
     quantized = (
         quantize_rows(x if input_scale_1K is None else one_dtype(x) * input_scale_1K, b_KN.dtype) for x in split
     )
@@ -114,7 +137,7 @@ def _product(x_MK: Tensor, b_KN: Tensor, scale_1N: Tensor | None, input_scale_1K
         _check(a_MK, b_KN, scale_M1, ones_1N, x_MK.dtype)
         return torch._scaled_mm(a_MK, b_KN, scale_M1, ones_1N, out_dtype=x_MK.dtype)
     out_MN = x_MK.new_empty(rows, columns)
-    for (a_MK, scale_M1), out in zip(quantized, out_MN.tensor_split(parts), strict=True):
+    for (a_MK, scale_M1), out in zip(quantized, out_MN.tensor_split(len(split)), strict=True):
         _check(a_MK, b_KN, scale_M1, ones_1N, x_MK.dtype)
         product = one_dtype(torch._int_mm(a_MK, b_KN))
         if scale_1N is None:

@@ -13,12 +13,10 @@ Shape suffixes: M tokens, I inputs, O outputs; K the summed dimension, N that of
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from .eight_bit import FEW_ROWS, FP8, INT8, LARGEST, MULTIPLE
+from .eight_bit import FP8, INT8, LARGEST, MULTIPLE, in_parts, operands_fault, turned
 from .on_cpu import one_dtype
 
 BLOCK = 32
@@ -81,23 +79,20 @@ def cuda_fault(a_MK: Tensor, b_KN: Tensor, scale_a: Tensor, scale_b: Tensor, out
     """
     if a_MK.dtype != FP8 or b_KN.dtype != FP8:
         return f"the operands are {a_MK.dtype} and {b_KN.dtype}, wanted both in float8_e4m3fn"
-    if a_MK.ndim != 2 or b_KN.ndim != 2 or a_MK.shape[1] != b_KN.shape[0]:
-        return f"{tuple(a_MK.shape)} and {tuple(b_KN.shape)} are no matrices that can be multiplied"
-    (rows, summed), columns = a_MK.shape, b_KN.shape[1]
-    if rows == 0 or summed == 0 or columns == 0 or summed % BLOCK or columns % MULTIPLE:
-        wanted = f"{BLOCK} to divide the second, and {MULTIPLE} the third"
-        return f"the product is {rows} × {summed} × {columns}, wanted {wanted}"
-    if a_MK.stride() != (summed, 1):
-        return f"the first operand has strides {a_MK.stride()}, wanted row after row, {(summed, 1)}"
-    if b_KN.stride() != (1, summed):
-        return f"the second operand has strides {b_KN.stride()}, wanted column after column, {(1, summed)}"
-    for scale, lines in ((scale_a, rows), (scale_b, columns)):
+    if fault := operands_fault(a_MK, b_KN, _fit, f"{BLOCK} to divide the second, and {MULTIPLE} the third"):
+        return fault
+    summed = len(b_KN)
+    for scale, lines in ((scale_a, len(a_MK)), (scale_b, b_KN.shape[1])):
         size = -(-lines // _ROWS) * _ROWS * (-(-summed // BLOCK // _COLUMNS) * _COLUMNS)
         if scale.dtype != torch.float8_e8m0fnu or scale.numel() != size or not scale.is_contiguous():
             return f"scales are {scale.dtype} {tuple(scale.shape)}, wanted {size} of float8_e8m0fnu in one piece"
     if out_dtype != torch.bfloat16:
         return f"the result is {out_dtype}; it is made in bf16 alone"
     return None
+
+
+def _fit(rows: int, summed: int, columns: int) -> bool:
+    return min(rows, summed, columns) > 0 and summed % BLOCK == 0 and columns % MULTIPLE == 0
 
 
 def forward(x_MI: Tensor, data_OI: Tensor, scale_oi: Tensor) -> Tensor:
@@ -116,13 +111,11 @@ def forward(x_MI: Tensor, data_OI: Tensor, scale_oi: Tensor) -> Tensor:
 
 def input_gradient(grad_MO: Tensor, data_OI: Tensor, scale_oi: Tensor) -> Tensor:
     """grad @ (scale · data), (M, I) in bf16; arguments and errors are as for `forward`."""
-    # As integers, whose copy every device can make.
-    turned_IO = data_OI.view(INT8).T.contiguous().view(FP8)
-    return _product(grad_MO, turned_IO.T, scale_oi.T)
+    return _product(grad_MO, turned(data_OI).T, scale_oi.T)
 
 
 def _product(x_MK: Tensor, b_KN: Tensor, scale_nk: Tensor) -> Tensor:
-    a_MK, scale_Mk = _in_parts(x_MK)
+    a_MK, scale_Mk = _quantized(x_MK)
     scale_a, scale_b = (
         in_order(scale).view(torch.float8_e8m0fnu) for scale in (scale_Mk, scale_nk.repeat_interleave(BLOCK, dim=0))
     )
@@ -131,13 +124,13 @@ def _product(x_MK: Tensor, b_KN: Tensor, scale_nk: Tensor) -> Tensor:
     return torch._scaled_mm(a_MK, b_KN, scale_a, scale_b, out_dtype=x_MK.dtype)
 
 
-def _in_parts(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+def _quantized(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     """As `quantize_blocks`, so many numbers at a time that the temporaries stay small."""
     rows, summed = x_MK.shape
-    parts = max(1, min(math.ceil(rows * summed / CHUNK), rows // (FEW_ROWS + 1)))
+    split = in_parts(x_MK, summed, CHUNK)
     data_MK = torch.empty(rows, summed, dtype=FP8, device=x_MK.device)
     scale_Mk = torch.empty(rows, summed // BLOCK, dtype=torch.uint8, device=x_MK.device)
-    for x, data, scale in zip(*(whole.tensor_split(parts) for whole in (x_MK, data_MK, scale_Mk)), strict=True):
+    for x, data, scale in zip(split, *(whole.tensor_split(len(split)) for whole in (data_MK, scale_Mk)), strict=True):
         numbers, bits = quantize_blocks(x)
         data.view(INT8).copy_(numbers.view(INT8))  # as integers, which every device can copy
         scale.copy_(bits)

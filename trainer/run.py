@@ -355,28 +355,13 @@ class Run:
         steps, wish = session.train.steps, self.watcher.wish()
         with (self.folder / LOG).open("a", encoding="utf-8") as log:
             while session.done < steps and not wish:
-                full = False
-                try:
-                    entries = session.advance(read=self._is_read(session.done + 1, steps))
-                except torch.OutOfMemoryError:
-                    full = True
-                except NotFiniteError as error:
-                    self._log(log, error.logs, steps, losses)
-                    raise
-                except BaseException:
-                    # Whatever it is, the steps before it are logged: they may tell why.
-                    with suppress(Exception):
-                        self._log_unread(log, steps, losses)
-                    raise
-                if full:
-                    # Only here, where the error is gone and with it the tensors of the step, is there room again.
+                if not self._advance(log, steps, losses):
                     self._log_unread(log, steps, losses)
                     self._save_state()
                     raise TrainingError(
                         f"out of memory in step {session.done + 1}; the state before it is saved: resume with "
                         "checkpointing, or begin anew with a lower resolution, batch size, rank or precision"
                     )
-                self._log(log, entries, steps, losses)
                 try:
                     self._due(session.done, steps)
                 except Exception:
@@ -392,6 +377,26 @@ class Run:
         how = "stopped" if wish == STOP else "finished early,"
         self.say(f"{how} after {session.done} of {steps} steps, as asked; resume to go on")
         return wish
+
+    def _advance(self, log: IO[str], steps: int, losses: list[float]) -> bool:
+        """One step, logged if it is read, and whether memory was enough for it.
+
+        No error says so: it would keep the tensors of the step, and leave no room to read or save anything.
+        """
+        try:
+            entries = self.session.advance(read=self._is_read(self.session.done + 1, steps))
+        except torch.OutOfMemoryError:
+            return False
+        except NotFiniteError as error:
+            self._log(log, error.logs, steps, losses)
+            raise
+        except BaseException:
+            # Whatever it is, the steps before it are logged: they may tell why.
+            with suppress(Exception):
+                self._log_unread(log, steps, losses)
+            raise
+        self._log(log, entries, steps, losses)
+        return True
 
     def _log(self, log: IO[str], entries: Sequence[StepLog], steps: int, losses: list[float]) -> None:
         """Writes and shows steps that were read."""

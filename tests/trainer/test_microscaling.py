@@ -1,25 +1,21 @@
 """mxfp8: torchao's numbers, cuBLAS's layout of scales, and gradients through products of them.
 
-No CPU multiplies them. `emulated` does what cuBLAS's documentation says of the operands, and reads their scales with
-torchao's own function: what is handed over must be right for it.
+No CPU multiplies them: `cards.block_scaled_mm` does so instead. Training with them stands in `test_eight_bit.py`.
 """
 
 from __future__ import annotations
 
+import cards
 import pytest
 import tiny
 import torch
-from graft_lora.trainer import adapters, eight_bit_choice, formats, microscaling, on_cpu, probes
-from graft_lora.trainer.adapters import LoraSettings
+from graft_lora.trainer import eight_bit_choice, formats, microscaling, on_cpu, probes
 from graft_lora.trainer.devices import read_device
-from graft_lora.trainer.families import FAMILIES
 from graft_lora.trainer.formats import FORMATS
-from graft_lora.trainer.live_bytes import LiveBytes
 from graft_lora.trainer.quantization import FrozenLinear, input_gradient, matmul
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
-from torchao.prototype.mx_formats.utils import from_blocked, to_blocked
+from torchao.prototype.mx_formats.utils import to_blocked
 
 FP8, E8M0, BF16 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bfloat16
 RCEIL = ScaleCalculationMode.RCEIL
@@ -31,19 +27,9 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=generator) * 10 ** (4 * torch.rand(*shape[:-1], 1, generator=generator) - 2)
 
 
-def emulated(a, b, scale_a, scale_b, out_dtype=None):
-    """`torch._scaled_mm` with a scale for 32 numbers."""
-
-    def dequantised(data, scale):
-        bits = from_blocked(scale.view(torch.uint8), len(data), data.shape[1] // 32)
-        return to_dtype(data, bits.contiguous().view(E8M0), FP8, 32, torch.float32)
-
-    return (dequantised(a, scale_a) @ dequantised(b.T.contiguous(), scale_b).T).to(out_dtype)
-
-
 @pytest.fixture
 def blackwell(monkeypatch):
-    monkeypatch.setattr(torch, "_scaled_mm", emulated)
+    monkeypatch.setattr(torch, "_scaled_mm", cards.block_scaled_mm)
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
@@ -197,28 +183,7 @@ def test_without_the_kernel_the_probe_says_so():
     assert "mxfp8 matmuls do not work on cpu with torch" in (probes.eight_bit_fault("mxfp8", "cpu") or "")
 
 
-# --- a step ----------------------------------------------------------------------------------------------------------
-
-
-def gradient(folder, name, precision, compute, used=False):
-    """Of all weights of an adapter together."""
-    base = tiny.loaded(folder, name, precision, compute)
-    tiny.adapt(base, LoraSettings(rank=4, alpha=4, targets="attention+mlp"))
-    with adapters.active(base.model, "a", train=True), eight_bit_choice.computing(base, used):
-        base.model(**tiny.inputs(name, tokens=24)).float().square().mean().backward()
-    return torch.cat([weight.grad.flatten() for weight in adapters.parameters(base.model, "a")])
-
-
-# Measured: weights alone 5.1 % (Krea 2) and 6.0 % (Ideogram 4), multiplied in 8 bits 6.5 % and 8.5 %, like fp8.
-def test_error_of_the_gradients_against_the_base_that_is_not_quantised(tmp_path, family_name, blackwell):
-    wanted = gradient(tmp_path, family_name, "fp32", "fp32")
-    stored, computed = (
-        ((gradient(tmp_path, family_name, "mxfp8", "bf16", used) - wanted).norm() / wanted.norm()).item()
-        for used in (False, True)
-    )
-    print(f"{family_name}: weights alone {stored:.2%}, multiplied in 8 bits {computed:.2%}")
-    assert stored < 0.08
-    assert stored < computed < min(0.105, 1.6 * stored)
+# --- a base ---------------------------------------------------------------------------------------------------------
 
 
 def test_without_its_products_mxfp8_says_that_it_is_idle(tmp_path):
@@ -226,32 +191,6 @@ def test_without_its_products_mxfp8_says_that_it_is_idle(tmp_path):
     used, note = eight_bit_choice.choose(base, False, 128, read_device("cpu"))
     assert not used
     assert note.startswith("mxfp8 is there for matmuls in 8 bits, which are off")
-
-
-def test_it_takes_no_more_memory_than_the_plan_counts_for_a_dequantised_weight(monkeypatch, family_name):
-    """At full size, by tensors without data: each Linear of a published block, forward and backward, at 1024²."""
-    monkeypatch.setattr(
-        torch, "_scaled_mm", lambda a, b, *scales, out_dtype: a.new_empty(len(a), b.shape[1], dtype=BF16)
-    )
-    family = FAMILIES[family_name]
-    with torch.device("meta"):
-        model = family.build(family.with_blocks(family.published, 1))
-    block = family.main_blocks(model)[0]
-    peaks = {False: 0, True: 0}
-    for rows, columns in {(m.out_features, m.in_features) for m in block.modules() if hasattr(m, "in_features")}:
-        for used in peaks:
-            with FakeTensorMode():
-                layer = FrozenLinear(columns, rows)
-                layout = FORMATS["mxfp8"].layout((rows, columns))
-                layer.restore({n: torch.empty(s, dtype=d) for n, (d, s) in layout.items()}, FORMATS["mxfp8"])
-                layer.eight_bit = used
-                for call, width in ((matmul, columns), (input_gradient, rows)):
-                    given = torch.empty(4608, width, dtype=BF16)
-                    with LiveBytes([given, *layer.buffers()]) as live:
-                        call(given, layer)
-                    peaks[used] = max(peaks[used], live.peak)
-    print(f"{family_name}: {peaks[True] / 2**20:.0f} MiB in 8 bits, dequantised {peaks[False] / 2**20:.0f} MiB")
-    assert peaks[True] <= 1.02 * peaks[False]  # the scales, one for 32 numbers, are what is more
 
 
 def test_a_part_is_cut_by_tiles():
